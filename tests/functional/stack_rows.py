@@ -45,13 +45,13 @@ def write_corpus(prefix: Path, line: Line) -> Path:
     return prefix
 
 
-def accepted(checkpoint: Path, line: Line) -> int:
+def accepted(checkpoint: Path, line: Line, method: str = "mtp") -> int:
     """First drafts of such texts that this package's engine accepts; texts do not change."""
     from megatron_mtp.decoding.engine import generate
     from megatron_mtp.decoding.load import load_runner
 
     runner, prompts = load_runner(checkpoint), rows_of(line, PROMPTS, 6)
-    drafted = generate(runner, prompts, NEW, speculative={"method": "mtp", "num_speculative_tokens": 1})
+    drafted = generate(runner, prompts, NEW, speculative={"method": method, "num_speculative_tokens": 1})
     assert drafted.token_ids == generate(runner, prompts, NEW).token_ids
     return drafted.stats.accepted_at[0]
 

@@ -6,9 +6,9 @@ FRAMEWORK is one of BUILDERS. It is imported once; a fork does each job that com
 
     [JOB, FOLDER, CORPUS, OUT, "new" or "own"]
 
-JOB is a key of JOBS; `new` attaches a layer to the model without its own, `own` trains those of the folder. The rows of
-CORPUS are those that `megatron-mtp train` reads with the same seed. A job prints a line of JSON, {} if it failed, and
-writes folders into OUT.
+JOB is a key of JOBS; `new` attaches a layer to the model without its own, `own` trains those of the folder, and the
+name of a kind attaches a drafter. The rows of CORPUS are those that `megatron-mtp train` reads with the same seed. A
+job prints a line of JSON, {} if it failed, and writes folders into OUT.
 """
 
 import json
@@ -217,7 +217,7 @@ def layers_loss(model: Any) -> float:
     """Of the last forward."""
     from megatron_mtp.model.attachment import attached_of
 
-    loss: float = attached_of(model.module).last.depth_means.item()  # type: ignore[attr-defined]
+    loss: float = attached_of(model.module).last.depth_means[0].item()  # type: ignore[attr-defined]
     return loss
 
 
@@ -229,7 +229,7 @@ def beside(plain: Any, model: Any, batches: list[dict[str, Tensor]], policy: boo
     for batch in batches:
         expected, found = (gradients(one, batch, policy) for one in (plain, model))
         differ |= {name for name, value in expected.items() if not torch.equal(found[name], value)}
-        learned |= {name for name, value in found.items() if name.startswith("mtp.") and value.any()}
+        learned |= {name for name, value in found.items() if name not in expected and value.any()}
         losses.append(layers_loss(model))
         for one in optimizers:
             one.step()
@@ -284,7 +284,26 @@ def lora(made: Any, folder: Path, batches: list[dict[str, Tensor]], out: Path, h
     return record
 
 
-JOBS = {"tune": tune, "lora": lora}
+def drafter(made: Any, folder: Path, batches: list[dict[str, Tensor]], out: Path, head: str) -> dict[str, Any]:
+    """Fine-tuning with a drafter of the kind `head`, beside the same without one; OUT/drafter is its folder."""
+    from megatron_mtp.attach import Head, attach
+    from megatron_mtp.checkpoint.convert.live_drafter import export_drafter
+    from megatron_mtp.spec.config import MTPConfig
+
+    heads = [Head(MTPConfig(drafter=head, drafter_steps=3, drafter_layers=(1, 2, 3)))]
+
+    def attaching(chunks: Any) -> Any:
+        attach(chunks, heads=heads, weight=1.0)
+        return chunks
+
+    plain, model = made.build(None), made.build(None, attaching)
+    record = beside(plain, model, batches, policy=False, rate=RATE)
+    export_drafter(model, out / "drafter")
+    write(dict(made.export(plain)), json.loads((folder / "config.json").read_text()), out / "trunk")
+    return record
+
+
+JOBS = {"tune": tune, "lora": lora, "drafter": drafter}
 
 
 def exported(made: Any, model: Any, folder: Path, head: str, out: Path) -> dict[str, Any]:

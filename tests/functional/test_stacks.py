@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -138,6 +139,28 @@ def test_a_frameworks_model_trains_attached_layers_that_draft_as_those_of_our_tr
     assert record["accepted by transformers"] == record["accepted"]
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_a_frameworks_model_trains_a_drafter_beside_a_trunk_that_does_not_change_by_a_bit(
+    framework: str, kind: str, corpora: dict[str, Path], worked: Worked, tmp_path: Path
+) -> None:
+    """The trunk as the framework exports it, and the drafter's folder: the two together draft."""
+    needs(framework)
+    folder, out = make(tmp_path / "hf", "qwen3", 0, changes={"num_hidden_layers": 5}), tmp_path / "out"
+    record = worked("drafter", framework, folder, corpora["tuned on"], out, kind)
+    from megatron_mtp.checkpoint.convert.drafters import plan_attaching_drafter
+    from megatron_mtp.checkpoint.convert.stream import Options
+
+    trunk, quiet = converted(out / "trunk", tmp_path / "trunk"), Options(quiet=True, workers=1)
+    plan_attaching_drafter(trunk, out / "drafter").write(tmp_path / "joined", quiet)
+    record["accepted"] = accepted(tmp_path / "joined", LINES["tuned on"], kind)
+    print(json.dumps({"kind": kind, **record}))
+    assert record["differ"] == []  # gradients and weights of the trunk
+    assert record["learned"] > 0
+    assert record["losses"][1] < 0.7 * record["losses"][0]
+    assert record["accepted"] > 0
+
+
 @pytest.fixture(scope="module")
 def tuned(corpora: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder whose MTP layer drafts the first texts."""
@@ -178,17 +201,26 @@ def test_lora_keeps_layers_that_are_attached_and_a_lost_one_is_grafted_back(
         assert record["accepted"] > record["accepted of the graft"]
 
 
-@pytest.mark.parametrize(("family", "head"), [("qwen3", "new"), ("glm4_moe", "own")])
+@pytest.mark.parametrize(("family", "head"), [("qwen3", "new"), ("glm4_moe", "own"), ("qwen3", "dspark")])
 def test_verls_engine_trains_the_layers_beside_a_policy_that_does_not_change_by_a_bit(
     family: str, head: str, tmp_path: Path
 ) -> None:
-    """Its Megatron engine, of the release and patched; the folder's own layer is loaded, and sent for rollouts."""
+    """Its Megatron engine, of the release and patched; the folder's own layer is loaded, and sent for rollouts.
+
+    A drafter is what the line `heads = [...]` of the patch names.
+    """
     needs("megatron_bridge")
     needs("verl")
-    changes = {} if family == "qwen3" else {"n_shared_experts": 1}
+    changes = {"num_hidden_layers": 5} if head == "dspark" else {"n_shared_experts": 1} if head == "own" else {}
     folder = make(tmp_path / "hf", family, int(head == "own"), changes=changes)
     shutil.copytree(ENVIRONMENTS / "verl" / "verl", tmp_path / "patched" / "verl")
     subprocess.run(["git", "apply", ROOT / "integrations" / "verl.patch"], cwd=tmp_path / "patched", check=True)
+    if head == "dspark":
+        file = tmp_path / "patched" / "verl" / "utils" / "megatron_utils.py"
+        drafter = 'heads = [Head(MTPConfig(drafter="dspark", drafter_steps=3, drafter_layers=(1, 2)))]'
+        drafter += "\n            from integrations.megatron_bridge import skip_unnamed_parameters"
+        drafter += "\n            skip_unnamed_parameters()"
+        file.write_text(re.sub(r"heads = \[Head\(.*\)\]", drafter, file.read_text()))
     found = []
     for paths in ((), (tmp_path / "patched",)):
         out = tmp_path / f"{len(found)}.safetensors"
@@ -199,14 +231,18 @@ def test_verls_engine_trains_the_layers_beside_a_policy_that_does_not_change_by_
         assert done.returncode == 0, done.stderr[-3000:]
         found.append(load_file(out))
     plain, patched = found
-    assert [name for name in plain if " of mtp." in name] == []
+    module = "drafter_dspark." if head == "dspark" else "mtp."
+    assert [name for name in plain if f" of {module}" in name] == []
     assert [name for name, value in plain.items() if not torch.equal(patched[name], value)] == []
-    layer = [name.removeprefix("start of ") for name in patched if name.startswith("start of mtp.")]
-    assert len(layer) == {"qwen3": 12, "glm4_moe": 26}[family]
-    assert all(patched[f"gradient 0 of {name}"].any() for name in layer)
-    assert all(not torch.equal(patched[f"weight 2 of {name}"], patched[f"start of {name}"]) for name in layer)
+    layer = [name.removeprefix("start of ") for name in patched if name.startswith(f"start of {module}")]
+    assert len(layer) == {"new": 12, "own": 26, "dspark": 47}[head]
+    trained = {name for name in layer if patched[f"gradient 0 of {name}"].any()}
+    changed = {name for name in layer if not torch.equal(patched[f"weight 2 of {name}"], patched[f"start of {name}"])}
+    late = {f"{module}layers.0.markov_w2"} if head == "dspark" else set()  # beside a factor that begins as zeros
+    assert {*layer} - trained == late
+    assert {*layer} - changed == set()
     sent = {name.removeprefix("sent ") for name in patched.keys() - plain.keys() if name.startswith("sent ")}
-    if head == "new":
+    if head != "own":
         assert sent == set()
     else:
         own = load_file(folder / "model.safetensors")

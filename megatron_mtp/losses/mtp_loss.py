@@ -32,6 +32,7 @@ from megatron_mtp.data.batch import (
     positions_of_ranks,
     shift_left,
     to_device,
+    with_ages,
     with_blocks,
 )
 from megatron_mtp.losses import depth_loss
@@ -190,7 +191,7 @@ def loss_of_stage(
     """`mtp_loss` of a head; the documents of a batch only end the shifts, unless the batch is packed.
 
     Args:
-        step: a number that is the same on all ranks, by which a block drafter draws its blocks.
+        step: a number that is the same on all ranks, by which blocks of a drafter and states that are mixed are drawn.
     """
     tokens_BS, labels_BS, loss_mask_BS = batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS
     document_BS, packed, normalizer = batch.document_BS, batch.packed, batch.normalizer
@@ -214,6 +215,8 @@ def loss_of_stage(
     depths = depth_batch(shifted, head.depths, document_BS).at(own_S)
     if (blocks := blocks_of(settings.kind, vars(settings))) is not None:
         depths = with_blocks(depths, blocks, (0, step), tokens_BS.size(1))
+    if settings.mtp_hidden_state_mixing and torch.is_grad_enabled():
+        depths = with_ages(depths, (0, step), tokens_BS.size(1))
     is_apart = is_detached(stage.config) or settings.mtp_train_only or not hidden_SBH.requires_grad
     with _fork_rng():  # dropout in MTP layers does not change the trunk's in its next forward
         drafted = stage.drafted(head, hidden_SBH, depths, packed, tokens_BS.size(1), is_apart)
@@ -243,8 +246,8 @@ def _check_stage(trunk: Any, settings: MTPConfig) -> None:
         )
     if settings.mtp_hidden_state_mixing:
         raise ValueError(
-            "mtp_hidden_state_mixing is set, which only megatron-mtp train can do, since it draws by the number of the "
-            "step; leave it out."
+            "mtp_hidden_state_mixing is set, which draws by the number of the step, and mtp_loss does not know it; "
+            "leave it out, or attach the layers."
         )
 
 

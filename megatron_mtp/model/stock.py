@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from megatron_mtp.data.batch import DepthBatch, shift_left
 from megatron_mtp.model.chain import DepthInputs, Layer, chain, padding_mask
 from megatron_mtp.model.head import Head
+from megatron_mtp.model.mixing import mixer_of
 from megatron_mtp.model.mtp import checkpointed
 from megatron_mtp.model.mtp_block import set_quantization
 from megatron_mtp.model.norms import PortableNorm
@@ -293,12 +294,16 @@ def initializing(config: TransformerConfig, does: bool = True) -> Iterator[None]
 
 
 class StockHead:
-    """MTP layers of Megatron's class as a draft head (`DraftHead` in attachment.py)."""
+    """MTP layers of Megatron's class as a draft head (`DraftHead` in attachment.py).
+
+    Args:
+        passes: of one layer that is repeated in training; None for as many as the model drafts.
+    """
 
     drafter: "HeadSpec | None" = None
 
-    def __init__(self, model: Any) -> None:
-        self.config, self.tp_group, self.depths = model.config, model.pg_collection.tp, model.config.mtp_num_layers
+    def __init__(self, model: Any, passes: int | None = None) -> None:
+        self.config, self.groups, self.depths = model.config, model.pg_collection, passes or model.config.mtp_num_layers
         self._block = model.mtp
         self._learns_positions = model.position_embedding_type == LEARNED
 
@@ -324,7 +329,8 @@ class StockHead:
             positions,
             trunk.embedding,
             trunk.attention,
-            padding_mask(batch, self.config, self.tp_group),
+            padding_mask(batch, self.config, self.groups.tp),
+            mixer_of(batch, self.config, self.groups),
             is_apart=trunk.is_apart or self.is_apart,
         )
         layers = [runner(layer) for layer in self._block.layers]  # here, so that a deep copy of the model runs its own

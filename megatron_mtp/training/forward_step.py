@@ -28,12 +28,12 @@ from megatron_mtp.data.batch import (
     depth_batch,
     documents_from_eod,
     documents_from_offsets,
-    drawn_ages,
     join_rows,
     keep_positions,
     mask_ignored_labels,
     positions_of_ranks,
     to_device,
+    with_ages,
     with_blocks,
 )
 from megatron_mtp.losses import depth_loss
@@ -209,10 +209,8 @@ def _mixed(batch: DepthBatch, learner: _Learner) -> DepthBatch:
     """In training with --mtp-hidden-state-mixing, with the ages of the states that the MTP layers continue from."""
     if not (learner.head.settings.mtp_hidden_state_mixing and torch.is_grad_enabled()):
         return batch
-    args, positions_S = get_args(), batch.positions_S
-    whole = positions_S.numel() * args.context_parallel_size
-    ages_DS = drawn_ages(learner.head.depths, (args.seed, args.curr_iteration), positions_S, whole)
-    return replace(batch, ages_DS=to_device(ages_DS, batch.labels_BS.device))
+    args = get_args()
+    return with_ages(batch, (args.seed, args.curr_iteration), batch.positions_S.numel() * args.context_parallel_size)
 
 
 def _in_blocks(batch: DepthBatch, learner: _Learner) -> DepthBatch:

@@ -22,7 +22,7 @@ from drafter_settings import (
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-from megatron_single import VOCABULARY, make_batch, our_model, relative_difference
+from megatron_single import VOCABULARY, make_batch, megatron_name, our_model, relative_difference
 from safetensors.torch import load_file
 from stock_models import draw, learned, packed_batch, stock
 from tiers import tiered
@@ -33,7 +33,8 @@ from torch.distributed.fsdp import fully_shard
 from megatron_mtp.attach import Head, attach
 from megatron_mtp.checkpoint.convert.drafter_form import read_drafter, trunk_of
 from megatron_mtp.checkpoint.convert.live_drafter import export_drafter, export_drafter_weights
-from megatron_mtp.losses.mtp_loss import mtp_loss, trunk_states
+from megatron_mtp.losses.mtp_loss import Batch, loss_of_stage, mtp_loss, trunk_states
+from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.spec.config import MTPConfig, is_head
 from megatron_mtp.training.parameter_group import get_mtp_optimizer
 
@@ -160,6 +161,88 @@ def test_every_head_has_a_rate_of_its_own_in_megatrons_optimizer() -> None:
     own = {"mtp": 2e-2, "drafter_eagle3": 4e-2}
     assert found == {name: own.get(name, 1e-2) for name in found}
     assert own.keys() < found.keys()
+
+
+# --- settings of MTP layers and windows of drafters ------------------------------------------------------------------
+
+
+def gradients_of_ours(ours: Any, batch: dict[str, Any], packed: Any, settings: MTPConfig, step: int) -> dict[str, Any]:
+    """Of a model that `train` builds, by Megatron's names."""
+    head = attached_of(ours).heads[0]
+    states_SBH = ours(
+        *(batch[name] for name in ("tokens", "position_ids", "attention_mask")),
+        packed_seq_params=packed,
+        output_processor=lambda stage: stage.hidden_SBH,
+    )
+    whole = Batch(*given(batch), None, packed)
+    loss_of_stage(attached_of(ours), head, states_SBH, whole, settings, step).loss.backward()
+    return {megatron_name(name): each.grad for name, each in ours.named_parameters() if each.grad is not None}
+
+
+@pytest.mark.parametrize("form", ["rows", "packed"])
+def test_an_attached_layer_is_unrolled_as_in_train(form: str) -> None:
+    """One layer in three passes: the gradients of all weights are those of a repeated layer."""
+    (batch, packed), settings = batch_of(form), MTPConfig(mtp_unroll=STEPS, mtp_loss_weights="1,0.8,0.5")
+    model, ours = stock("dense"), our_model(STEPS, mtp_use_repeated_layer=True)
+    attached = attach(model, 1, settings)
+    for each in (model, ours):
+        draw(each)
+    wanted = gradients_of_ours(ours, batch, packed, settings, 1)
+    forward(model, batch, packed)
+    made = attached.loss(*given(batch))
+    made.loss.backward()
+    assert (len(model.mtp.layers), len(made.depth_means)) == (1, STEPS)
+    weights = dict(model.named_parameters())
+    assert [name for name, grad in wanted.items() if relative_difference(weights[name].grad, grad) > 1e-5] == []
+
+
+@pytest.mark.parametrize("form", ["rows", "packed"])
+def test_attached_layers_mix_states_as_in_train_anew_in_every_step(form: str) -> None:
+    (batch, packed), settings = batch_of(form), MTPConfig(mtp_hidden_state_mixing=True)
+    model, ours, seen = stock("dense"), our_model(STEPS), []
+    attached = attach(model, STEPS, settings)
+    for each in (model, ours):
+        draw(each)
+    for step in (1, 2):
+        for each in (model, ours):
+            each.zero_grad()
+        wanted = gradients_of_ours(ours, batch, packed, settings, step)
+        forward(model, batch, packed)
+        made = attached.loss(*given(batch))
+        made.loss.backward()
+        weights = dict(model.named_parameters())
+        assert [name for name, grad in wanted.items() if relative_difference(weights[name].grad, grad) > 1e-5] == []
+        seen.append(made.depth_means.tolist())
+    assert seen[0][0] == seen[1][0]  # depth 1 has the trunk's state alone
+    assert seen[0][1:] != seen[1][1:]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_an_attached_drafter_has_its_window_as_in_train(kind: str) -> None:
+    batch, model, window = make_batch(STEPS), stock("dense", **LAYERS), {"drafter_window_size": 3}
+    attached = attach(model, heads=[Head(settings_of(kind, **window))])
+    draw(model)
+    ours = our_model(STEPS, drafter_layers=(), drafter={**trained(kind), **window}, **LAYERS)
+    wanted = gradients_of_stage(ours, model, attached.given[0], batch, None)
+    plain = our_model(STEPS, drafter_layers=(), drafter=trained(kind), **LAYERS)
+    without = gradients_of_stage(plain, model, attached.given[0], batch, None)
+    forward(model, batch)
+    attached.loss(*given(batch)).loss.backward()
+    weights = dict(model.named_parameters())
+    assert [name for name, grad in wanted.items() if relative_difference(weights[name].grad, grad) > 1e-5] == []
+    assert [name for name, grad in without.items() if relative_difference(weights[name].grad, grad) > 1e-3]
+
+
+@pytest.mark.parametrize(
+    ("heads", "said"),
+    [
+        ([Head(MTPConfig(mtp_unroll=3), 2)], "mtp_unroll is set, which repeats one MTP layer, and the model has 2"),
+        ([Head(settings_of("eagle3", mtp_unroll=3))], "mtp_unroll in the settings is not for such attached heads"),
+    ],
+)
+def test_an_unroll_needs_one_layer(heads: list[Head], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        attach(stock("dense", **LAYERS), heads=heads)
 
 
 # --- loops with more than one forward, or more than text --------------------------------------------------------------

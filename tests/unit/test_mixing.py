@@ -128,9 +128,9 @@ def test_blocks_are_those_of_the_step_whatever_the_ranks(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("megatron")
-def test_a_loop_of_ones_own_does_not_mix() -> None:
+def test_the_loss_of_states_alone_does_not_mix() -> None:
     model, given = our_model(2), make_batch(2)
     tokens, labels, mask = (given[name] for name in ("tokens", "labels", "loss_mask"))
     settings = MTPConfig(mtp_hidden_state_mixing=True)
-    with pytest.raises(ValueError, match="mtp_hidden_state_mixing is set, which only megatron-mtp train can do"):
+    with pytest.raises(ValueError, match="mtp_hidden_state_mixing is set, which draws by the number of the step"):
         mtp_loss(trunk_states(model, tokens), model, tokens, labels, mask, settings)

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_mtp.data.batch import DepthBatch, to_device
-from megatron_mtp.losses import check_loss, depth_loss
+from megatron_mtp.losses import check_loss
 from megatron_mtp.losses.mtp_loss import Batch, MTPLoss, loss_of_stage, own_positions, positions_of_group
 from megatron_mtp.model.attachment import Attachment, DraftHead
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary, tokens_of_file
@@ -182,7 +182,6 @@ def attach(
     for chunk in chunks:
         _check(chunk, heads, weight, block, adopts)
     for head in heads:
-        depth_loss(head.settings)
         check_loss(head.settings)
     mtp, drafters, last = _mtp_of(heads), {}, next((one for one in chunks if one.post_process), chunks[-1])
     if any(head.settings.drafter is not None for head in heads):

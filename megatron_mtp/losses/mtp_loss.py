@@ -32,17 +32,14 @@ from megatron_mtp.data.batch import (
     positions_of_ranks,
     shift_left,
     to_device,
-    with_ages,
-    with_blocks,
 )
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.losses.objective import HeadObjective, depth_weights
+from megatron_mtp.losses.objective import HeadObjective, depth_weights, with_draws
 from megatron_mtp.model.attachment import Attachment, DraftHead, attached_of
 from megatron_mtp.model.packed_rows import bounds_of
 from megatron_mtp.model.stage_output import Drafted, StageOutput
 from megatron_mtp.model.trunk_output import is_detached
 from megatron_mtp.spec.config import MTPConfig
-from megatron_mtp.spec.head import blocks_of
 
 
 @dataclass(frozen=True)
@@ -213,10 +210,7 @@ def loss_of_stage(
     own_S = own_positions(stage.pg_collection.cp, tokens_BS.size(1), packed)
     _check_states(stage, hidden_SBH, tokens_BS, len(own_S))
     depths = depth_batch(shifted, head.depths, document_BS).at(own_S)
-    if (blocks := blocks_of(settings.kind, vars(settings))) is not None:
-        depths = with_blocks(depths, blocks, (0, step), tokens_BS.size(1))
-    if settings.mtp_hidden_state_mixing and torch.is_grad_enabled():
-        depths = with_ages(depths, (0, step), tokens_BS.size(1))
+    depths = with_draws(depths, settings, (0, step), tokens_BS.size(1))
     is_apart = is_detached(stage.config) or settings.mtp_train_only or not hidden_SBH.requires_grad
     with _fork_rng():  # dropout in MTP layers does not change the trunk's in its next forward
         drafted = stage.drafted(head, hidden_SBH, depths, packed, tokens_BS.size(1), is_apart)

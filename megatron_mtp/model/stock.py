@@ -169,46 +169,41 @@ def is_frozen(block: torch.nn.Module) -> bool:
 
 
 def add_block(chunk: Any, depths: int, block: str) -> None:
-    """Give a chunk its part: the last one the block and an embedding, the first one its place in the embedding's group.
-
-    A tied head on a later stage is the embedding's copy already, and `mtp_process` stays off, so that Megatron takes
-    it for the copy as before.
+    """Give a chunk its part: the last one the block, and each what `share_embedding` gives.
 
     Raises:
         ValueError: there is no such block; the chunk is then as it was.
     """
-    config, tied, whole = chunk.config, chunk.share_embeddings_and_output_weights, chunk.pg_collection.pp.size() == 1
-    config.mtp_num_layers = depths
+    config = chunk.config
     if chunk.post_process:
-        with _fork_rng(), initializing(config):
-            with ExitStack() as undo:
-                undo.callback(setattr, config, "mtp_num_layers", None)  # so that another call can attach
-                chunk.mtp = _new_block(chunk, depths, block)
-                undo.pop_all()
-            if not tied:
-                attach_embedding(chunk)
+        with _fork_rng(), initializing(config), ExitStack() as undo:
+            undo.callback(setattr, config, "mtp_num_layers", None)  # so that another call can attach
+            config.mtp_num_layers = depths
+            chunk.mtp = _new_block(chunk, depths, block)
+            undo.pop_all()
         as_trunk(chunk.mtp, chunk)
         set_quantization(chunk.mtp, config)
-        chunk.mtp_process = chunk.pre_process or not tied
-    if (whole or not tied) and (chunk.pre_process or chunk.post_process):
-        chunk.setup_embeddings_and_output_layer()
+    share_embedding(chunk, depths)
 
 
 def share_embedding(chunk: Any, depths: int) -> None:
-    """Give a pipeline's last stage the embedding for a drafter alone, as `add_block` does for MTP layers.
+    """Give the last chunk the embedding that its heads read, and the first one its place in the embedding's group.
+
+    A tied head on a later stage is the embedding's copy already, and `mtp_process` stays off, so that Megatron takes
+    it for the copy as before.
 
     Args:
-        depths: of the drafter; Megatron keeps the copies equal where a configuration has depths.
+        depths: of the heads; Megatron keeps the copies equal where a configuration has depths.
     """
-    tied = chunk.share_embeddings_and_output_weights
+    tied, whole = chunk.share_embeddings_and_output_weights, chunk.pg_collection.pp.size() == 1
     chunk.config.mtp_num_layers = depths
-    if tied or not (chunk.pre_process or chunk.post_process):
-        return
     if chunk.post_process:
-        with _fork_rng(), initializing(chunk.config):
-            attach_embedding(chunk)
-        chunk.mtp_process = True
-    chunk.setup_embeddings_and_output_layer()
+        if not tied:
+            with _fork_rng(), initializing(chunk.config):
+                attach_embedding(chunk)
+        chunk.mtp_process = chunk.pre_process or not tied
+    if (whole or not tied) and (chunk.pre_process or chunk.post_process):
+        chunk.setup_embeddings_and_output_layer()
 
 
 def as_trunk(block: torch.nn.Module, chunk: Any) -> None:

@@ -40,7 +40,7 @@ from megatron_mtp.training.parameter_group import get_mtp_optimizer
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
-NAMES = ["dspark", "mtp", "eagle3"]
+NAMES, DRAFTERS = ["dspark", "mtp", "eagle3"], ["dspark", "eagle3"]
 WITH_VOCABULARY = [kind for kind in SETTINGS if kind != "dflash2"]
 """Kinds that can have a draft vocabulary."""
 
@@ -462,7 +462,7 @@ def test_heads_have_keys_of_their_own_in_checkpoints() -> None:
     assert {"drafter_eagle3.fc.weight", "drafter_dspark.fc.weight"} <= {*of_drafters}
 
 
-@pytest.mark.parametrize("name", ["dspark", "eagle3"])
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_a_named_head_is_exported_as_if_it_were_alone(name: str, tmp_path: Path) -> None:
     (model, _), alone = with_several(), stock("dense", **LAYERS)
     attach(alone, heads=[Head(settings_of(name))])
@@ -479,6 +479,27 @@ def test_a_named_head_is_exported_as_if_it_were_alone(name: str, tmp_path: Path)
         next(export_drafter_weights(model))
     with pytest.raises(ValueError, match="head is 'mtp', and the model has the drafters dspark, eagle3"):
         export_drafter(model, tmp_path / "none", "mtp")
+
+
+def test_the_stream_of_each_drafter_follows_the_steps_of_a_wrapped_model(tmp_path: Path) -> None:
+    """What a running engine gets after a step is what the folder of that step would have."""
+    (model, attached), batch = with_several(), make_batch(STEPS)
+    draw(model)
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    streams = {name: {key: one.clone() for key, one in export_drafter_weights(wrapped, name)} for name in DRAFTERS}
+    assert streams["dspark"].keys() != streams["eagle3"].keys()
+    forward(wrapped, batch)
+    attached.loss(*given(batch)).loss.backward()
+    with torch.no_grad():
+        for each in model.parameters():
+            each -= 0.1 * each.main_grad
+    for name in DRAFTERS:
+        export_drafter(wrapped, tmp_path / name, name)
+        folder = load_file(tmp_path / name / "model.safetensors")
+        after = dict(export_drafter_weights(wrapped, name))
+        assert after.keys() == folder.keys()
+        assert all(torch.equal(one, folder[key]) for key, one in after.items())
+        assert not any(torch.equal(one, streams[name][key]) for key, one in after.items() if key != "lm_head.weight")
 
 
 def test_two_drafters_of_a_kind_have_names() -> None:

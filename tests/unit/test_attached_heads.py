@@ -19,6 +19,7 @@ from drafter_settings import (
     trained,
     vocabulary_in,
 )
+from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
@@ -453,13 +454,19 @@ def test_a_policys_checkpoint_loads_strictly_with_and_without_the_heads() -> Non
         model.load_state_dict(whole, strict=True)
 
 
-def test_heads_have_keys_of_their_own_in_checkpoints() -> None:
-    model, _ = with_several()
+def test_heads_have_keys_of_their_own_in_checkpoints(tmp_path: Path) -> None:
+    """So that a distributed checkpoint gives each of them back."""
+    (model, _), (other, _) = with_several(), with_several()
+    draw(model)
     keys = {name: entry.key for name, entry in model.sharded_state_dict().items()}
     policys = {entry.key for entry in stock("dense", **LAYERS).sharded_state_dict().values()}
     of_drafters = [key for name, key in keys.items() if name.startswith("drafter_")]
     assert len(of_drafters) == len({*of_drafters} - policys)
     assert {"drafter_eagle3.fc.weight", "drafter_dspark.fc.weight"} <= {*of_drafters}
+    dist_checkpointing.save(model.sharded_state_dict(), str(tmp_path))
+    other.load_state_dict(dist_checkpointing.load(other.sharded_state_dict(), str(tmp_path)), strict=True)
+    weights = dict(other.named_parameters())
+    assert [name for name, each in model.named_parameters() if not torch.equal(weights[name], each)] == []
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

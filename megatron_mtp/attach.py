@@ -203,7 +203,7 @@ def attach(
     if drafters:
         for chunk in chunks:
             add_drafters(chunk, drafters, drafted)
-            if mtp is None and chunk.pg_collection.pp.size() > 1:
+            if mtp is None and not adopts and chunk.pg_collection.pp.size() > 1:
                 share_embedding(chunk, next(iter(drafters.values())).drafts)
     if chunks[0].config.num_moe_experts is not None:
         from megatron_mtp.megatron.patches.table import install_for_experts  # dense models need no patch of Megatron
@@ -447,7 +447,7 @@ class Attached(Attachment):
     def _check_gathered(self) -> None:
         """Refuse modules that FSDP gathers in their own forward alone, which does not run here."""
         layers = self.model.mtp.layers if _mtp_of(self.given) is not None else ()
-        drafters = [block for block in self.heads if block.drafter is not None]
+        drafters = [getattr(self.model, each.module) for each in self.given if each.settings.drafter is not None]
         read = [getattr(self.head_owner, "weight", None), *(layer.enorm.weight for layer in layers)]
         read += [weight for block in drafters for weight in block.parameters()]
         if any(hasattr(weight, "_megatron_fsdp_model") for weight in read):

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 OWN = "own"
 """A depth of the kind of the trunk's last layer."""
 
+VOCABULARY = "draft_vocabulary"
+"""A drafter's buffer of the tokens that it drafts."""
+
 LEARNED = "learned_absolute"
 """Positions that the embedding adds to tokens."""
 
@@ -216,12 +219,21 @@ def as_trunk(block: torch.nn.Module, chunk: Any) -> None:
 def fill_absent(model: Any, modules: Sequence[str]) -> None:
     """Let a checkpoint without some modules be loaded strictly: each of them stays as it is where all of it is absent.
 
+    A checkpoint whose drafter drafts other tokens than the module is refused.
+
     Args:
         model: its stage that has them.
         modules: names of new heads.
     """
 
     def fill(model: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name in modules:
+            own_N, given_N = getattr(getattr(model, name), VOCABULARY, None), state.get(f"{prefix}{name}.{VOCABULARY}")
+            if own_N is not None and given_N is not None and not torch.equal(own_N.cpu(), given_N.cpu()):
+                raise ValueError(
+                    f"the checkpoint's {name} drafts other tokens than mtp_draft_vocab_file lists; give attach the "
+                    "list that it was trained with."
+                )
         absent = [name for name in modules if not any(key.startswith(f"{prefix}{name}.") for key in state)]
         if absent:
             warnings.warn(f"the checkpoint has no {', '.join(absent)}, which stay as they are.", stacklevel=2)

@@ -55,7 +55,7 @@ def add_drafters(chunk: Any, drafters: Mapping[str, HeadSpec], drafted: Mapping[
         heads = DraftHeads([plan], lacks_vocabulary=False)
         with _fork_rng(), initializing(chunk.config):
             heads.build(chunk, drafted.get(name))
-        as_trunk(*heads.blocks, chunk)
+        as_trunk(getattr(chunk, name), chunk)
 
 
 def trunk_of(chunk: Any, symbols: int, scaling: str | None) -> TrunkSpec:

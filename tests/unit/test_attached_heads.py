@@ -405,6 +405,16 @@ def test_a_draft_vocabulary_is_exported(kind: str, tmp_path: Path) -> None:
     assert torch.equal(tensors["lm_head.weight"], model.output_layer.weight[DRAFTED] if rows is None else rows)
 
 
+def test_a_checkpoint_of_another_draft_vocabulary_is_refused(tmp_path: Path) -> None:
+    model = stock("dense", **LAYERS)
+    attach(model, heads=several_heads(vocabulary_in(tmp_path)))
+    state = model.state_dict()
+    model.load_state_dict(state)
+    state["drafter_eagle3.draft_vocabulary"] = state["drafter_eagle3.draft_vocabulary"] + 1
+    with pytest.raises(ValueError, match="the checkpoint's drafter_eagle3 drafts other tokens than mtp_draft_vocab"):
+        model.load_state_dict(state)
+
+
 def test_a_draft_vocabulary_that_cannot_be_read_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "ids").write_text("4\n999\n")
     model = stock("dense", **LAYERS)
@@ -412,6 +422,19 @@ def test_a_draft_vocabulary_that_cannot_be_read_leaves_the_model_as_it_was(tmp_p
     with pytest.raises(ValueError, match=r"mtp_draft_vocab_file is .*which has the id 999, and ids are 0 to"):
         attach(model, heads=[Head(settings_of("eagle3", mtp_draft_vocab_file=str(tmp_path / "ids")))])
     assert {name for name, _ in model.named_parameters()} == names
+
+
+def test_a_drafter_alone_leaves_megatrons_own_block_as_it_is() -> None:
+    """A policy whose MTP layers are not among the heads."""
+    batch, plain, model = make_batch(STEPS), stock("dense", **LAYERS), stock("dense", depths=2, **LAYERS)
+    attached = attach(model, heads=[Head(settings_of("eagle3"))])
+    for each in (plain, model):
+        draw(each)
+    assert model.config.mtp_num_layers == 2
+    expected = learned(plain, batch, None, None)
+    found = learned(model, batch, None, lambda: attached.loss(*given(batch)).loss)
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+    assert not [name for name in found if name.startswith("gradient of mtp.")]
 
 
 def test_depths_and_settings_are_short_for_heads() -> None:

@@ -42,7 +42,7 @@ def several_heads(vocabulary: Path | None = None) -> list[Head]:
     """
     return [
         Head(settings_of("dspark"), weight=0.5),
-        Head(MTPConfig(mtp_loss="kd", mtp_train_only=True), 2, weight=2.0),
+        Head(MTPConfig(mtp_loss="kd", mtp_train_only=True, mtp_hidden_state_mixing=True), 2, weight=2.0),
         Head(settings_of("eagle3", mtp_draft_vocab_file=None if vocabulary is None else str(vocabulary))),
     ]
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_mtp.data.batch import DepthBatch, to_device
-from megatron_mtp.losses import check_loss, depth_loss
+from megatron_mtp.losses import check_loss
 from megatron_mtp.losses.mtp_loss import Batch, MTPLoss, loss_of_stage, own_positions, positions_of_group
 from megatron_mtp.model.attachment import Attachment, DraftHead
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary, tokens_of_file
@@ -65,6 +65,9 @@ READ = {
     *("mtp_loss_weights", "mtp_train_only"),
 }
 """Settings that attached heads read: the drafter, loss, temperature, weights, whether the loss trains them alone."""
+
+OF_MTP = {"mtp_unroll", "mtp_hidden_state_mixing"}
+"""Settings that attached MTP layers read, and drafters do not."""
 
 TOKENS, LABELS = "tokens", "labels"
 """Where the loss mask of a forward without labels stands."""
@@ -179,7 +182,6 @@ def attach(
     for chunk in chunks:
         _check(chunk, heads, weight, block, adopts)
     for head in heads:
-        depth_loss(head.settings)
         check_loss(head.settings)
     mtp, drafters, last = _mtp_of(heads), {}, next((one for one in chunks if one.post_process), chunks[-1])
     if any(head.settings.drafter is not None for head in heads):
@@ -201,7 +203,7 @@ def attach(
     if drafters:
         for chunk in chunks:
             add_drafters(chunk, drafters, drafted)
-            if mtp is None and chunk.pg_collection.pp.size() > 1:
+            if mtp is None and not adopts and chunk.pg_collection.pp.size() > 1:
                 share_embedding(chunk, next(iter(drafters.values())).drafts)
     if chunks[0].config.num_moe_experts is not None:
         from megatron_mtp.megatron.patches.table import install_for_experts  # dense models need no patch of Megatron
@@ -276,7 +278,10 @@ class Attached(Attachment):
         placeholders: Sequence[int] = (),
     ) -> None:
         here = heads if model.post_process else ()
-        made = [StockHead(model) if head.module == MTP else getattr(model, head.module) for head in here]
+        made = [
+            StockHead(model, head.settings.mtp_unroll) if head.module == MTP else getattr(model, head.module)
+            for head in here
+        ]
         super().__init__(model, made, true_vocab_size=true_vocab_size)
         self.given, self.weight, self.mask_at, self._chunks = list(heads), weight, mask_at, chunks
         self._placeholders = torch.tensor([*placeholders], dtype=torch.long)
@@ -442,7 +447,7 @@ class Attached(Attachment):
     def _check_gathered(self) -> None:
         """Refuse modules that FSDP gathers in their own forward alone, which does not run here."""
         layers = self.model.mtp.layers if _mtp_of(self.given) is not None else ()
-        drafters = [block for block in self.heads if block.drafter is not None]
+        drafters = [getattr(self.model, each.module) for each in self.given if each.settings.drafter is not None]
         read = [getattr(self.head_owner, "weight", None), *(layer.enorm.weight for layer in layers)]
         read += [weight for block in drafters for weight in block.parameters()]
         if any(hasattr(weight, "_megatron_fsdp_model") for weight in read):
@@ -575,7 +580,9 @@ def _heads_refused(heads: Sequence[Head]) -> Refused:
     unread = [
         one.name
         for one in fields(MTPConfig)
-        if one.name not in READ and any(getattr(head.settings, one.name) != one.default for head in heads)
+        for head in heads
+        if one.name not in (READ | OF_MTP if head.settings.drafter is None else READ)
+        and getattr(head.settings, one.name) != one.default
     ]
     names = [head.called for head in heads]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -583,7 +590,11 @@ def _heads_refused(heads: Sequence[Head]) -> Refused:
     sized = next((head.called for head in heads if head.settings.drafter and head.depths is not None), None)
     weights = [head.weight for head in heads if not 0 <= head.weight < inf]
     return [
-        (unread, f"{', '.join(unread)} in the settings is not for attached MTP layers; megatron-mtp train has it."),
+        (
+            unread,
+            f"{', '.join(dict.fromkeys(unread))} in the settings is not for such attached heads; drop it, or train by "
+            "megatron-mtp train.",
+        ),
         (
             sum(head.settings.drafter is None for head in heads) > 1,
             "two of the heads are MTP layers, and a model has one block of them; join the two.",
@@ -608,6 +619,7 @@ def _heads_refused(heads: Sequence[Head]) -> Refused:
 def _arguments(chunk: Any, heads: Sequence[Head], weight: float | None, block: str, adopts: bool) -> Refused:
     own, mtp = chunk.config.mtp_num_layers, _mtp_of(heads)
     depths = None if mtp is None else mtp.depths
+    layers = 1 if adopts and chunk.config.mtp_use_repeated_layer else depths or own
     return [
         (
             isinstance(getattr(chunk, "mtp_attached", None), Attached),
@@ -622,6 +634,10 @@ def _arguments(chunk: Any, heads: Sequence[Head], weight: float | None, block: s
             f"the model has {own} MTP layers, and depths is {depths}; give None to train those.",
         ),
         (depths is not None and depths < 1, f"depths is {depths}; give 1 or more."),
+        (
+            mtp is not None and mtp.settings.mtp_unroll is not None and layers != 1,
+            f"mtp_unroll is set, which repeats one MTP layer, and the model has {layers}; attach one.",
+        ),
         (
             weight is not None and not 0 <= weight < inf,
             f"weight is {weight}; give 0 or more, such as 0.1, or None to ask for Attached.loss.",

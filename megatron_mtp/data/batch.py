@@ -140,6 +140,17 @@ def with_blocks(batch: DepthBatch, count: int, seed: tuple[int, int], positions:
     return replace(batch, blocks_A=blocks_A, block_weight=positions / drawn.numel())
 
 
+def with_ages(batch: DepthBatch, seed: tuple[int, int], positions: int) -> DepthBatch:
+    """A rank's part of a batch with the ages of the states that the MTP layers continue from (`model/mixing.py`).
+
+    Args:
+        seed: (run, step).
+        positions: of a whole sequence.
+    """
+    ages_DS = drawn_ages(len(batch.labels_DBS), seed, batch.positions_S, positions)
+    return replace(batch, ages_DS=to_device(ages_DS, batch.labels_BS.device))
+
+
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """A copy of values of the host; neither side waits for the other."""
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)

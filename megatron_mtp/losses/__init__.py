@@ -66,14 +66,16 @@ def depth_loss(settings: MTPConfig) -> "TokenLoss":
     return LOSSES[phase.mtp_loss].of(settings)
 
 
-def check_loss(settings: MTPConfig) -> None:
+def check_loss(*phases: MTPConfig) -> None:
     """Check the names of the losses and their settings.
+
+    Args:
+        phases: a head's settings, of `MTPConfig.phases` where it learns several losses one after the other.
 
     Raises:
         ValueError: as `depth_loss`, or a setting was given that none of the losses reads.
     """
-    phases = settings.phases()
-    losses = [depth_loss(phase) for phase in phases]
+    losses, settings = [depth_loss(phase) for phase in phases], phases[0]
     for phase, loss in zip(phases, losses, strict=True):
         if settings.kind is not None and settings.kind.has_confidence and not loss.knows_overlap:
             raise ValueError(
@@ -86,7 +88,8 @@ def check_loss(settings: MTPConfig) -> None:
             if [depth_loss(replace(phase, **by_default)) for phase in phases] == losses:
                 raise ValueError(
                     f"{flag_of(field.name)} is {getattr(settings, field.name)}, which --mtp-loss "
-                    f"{settings.mtp_loss} does not read; drop the flag, or choose a loss that does."
+                    f"{' and '.join(phase.mtp_loss for phase in phases)} does not read; drop the flag, or choose a "
+                    "loss that does."
                 )
 
 

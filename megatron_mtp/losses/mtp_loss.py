@@ -32,16 +32,14 @@ from megatron_mtp.data.batch import (
     positions_of_ranks,
     shift_left,
     to_device,
-    with_blocks,
 )
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.losses.objective import HeadObjective, depth_weights
+from megatron_mtp.losses.objective import HeadObjective, depth_weights, with_draws
 from megatron_mtp.model.attachment import Attachment, DraftHead, attached_of
 from megatron_mtp.model.packed_rows import bounds_of
 from megatron_mtp.model.stage_output import Drafted, StageOutput
 from megatron_mtp.model.trunk_output import is_detached
 from megatron_mtp.spec.config import MTPConfig
-from megatron_mtp.spec.head import blocks_of
 
 
 @dataclass(frozen=True)
@@ -190,7 +188,7 @@ def loss_of_stage(
     """`mtp_loss` of a head; the documents of a batch only end the shifts, unless the batch is packed.
 
     Args:
-        step: a number that is the same on all ranks, by which a block drafter draws its blocks.
+        step: a number that is the same on all ranks, by which blocks of a drafter and states that are mixed are drawn.
     """
     tokens_BS, labels_BS, loss_mask_BS = batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS
     document_BS, packed, normalizer = batch.document_BS, batch.packed, batch.normalizer
@@ -212,8 +210,7 @@ def loss_of_stage(
     own_S = own_positions(stage.pg_collection.cp, tokens_BS.size(1), packed)
     _check_states(stage, hidden_SBH, tokens_BS, len(own_S))
     depths = depth_batch(shifted, head.depths, document_BS).at(own_S)
-    if (blocks := blocks_of(settings.kind, vars(settings))) is not None:
-        depths = with_blocks(depths, blocks, (0, step), tokens_BS.size(1))
+    depths = with_draws(depths, settings, (0, step), tokens_BS.size(1))
     is_apart = is_detached(stage.config) or settings.mtp_train_only or not hidden_SBH.requires_grad
     with _fork_rng():  # dropout in MTP layers does not change the trunk's in its next forward
         drafted = stage.drafted(head, hidden_SBH, depths, packed, tokens_BS.size(1), is_apart)
@@ -245,8 +242,8 @@ def _check_stage(trunk: Any, settings: MTPConfig) -> None:
         )
     if settings.mtp_hidden_state_mixing:
         raise ValueError(
-            "mtp_hidden_state_mixing is set, which only megatron-mtp train can do, since it draws by the number of the "
-            "step; leave it out."
+            "mtp_hidden_state_mixing is set, which draws by the number of the step, and mtp_loss does not know it; "
+            "leave it out, or attach the layers."
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from megatron_mtp.data.batch import DepthBatch, LaterPositions, to_device
+from megatron_mtp.data.batch import DepthBatch, LaterPositions, to_device, with_ages, with_blocks
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, chunks, linear_loss
 from megatron_mtp.losses.selector import chosen_logits_, selector_loss
 from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
@@ -25,6 +25,7 @@ from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.stage_output import Drafted, StageOutput
 from megatron_mtp.spec.config import SCHEDULES, MTPConfig
+from megatron_mtp.spec.head import blocks_of
 
 
 @dataclass(frozen=True)
@@ -308,6 +309,23 @@ def depth_weights(
     weights = [1.0] * depths if is_even else settings.loss_weights(depths)
     terms = sum(weights) if loss.couples_depths else depths if settings.drafter is None else 1
     return [factor / terms * weight for weight in weights]
+
+
+def with_draws(batch: DepthBatch, settings: MTPConfig, seed: tuple[int, int], positions: int) -> DepthBatch:
+    """A rank's part of a batch, with what a head draws in this step.
+
+    These are the blocks that a block drafter is trained on, and in training with --mtp-hidden-state-mixing the states
+    that the MTP layers continue from.
+
+    Args:
+        seed: (run, step).
+        positions: of a whole sequence.
+    """
+    if (blocks := blocks_of(settings.kind, vars(settings))) is not None:
+        batch = with_blocks(batch, blocks, seed, positions)
+    if settings.mtp_hidden_state_mixing and torch.is_grad_enabled():
+        batch = with_ages(batch, seed, positions)
+    return batch
 
 
 def kept_positions(fraction: float, seed: tuple[int, int], positions: int) -> Tensor | None:

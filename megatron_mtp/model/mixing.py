@@ -15,9 +15,11 @@ Where the choice falls on one that is beyond the end, the newest is taken.
 from dataclasses import dataclass, field
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_mtp.data.batch import LaterPositions, to_device
+from megatron_mtp.data.batch import DepthBatch, LaterPositions, to_device
 
 
 @dataclass
@@ -47,3 +49,16 @@ class Mixer:
         if len(self.states) + 1 < len(self.ages_DS):
             self.states.append(self.later.lookup(state_SBH))
         return mixed_SBH
+
+
+def mixer_of(batch: DepthBatch, config: TransformerConfig, groups: ProcessGroupCollection) -> Mixer | None:
+    """The mixer of this rank's positions, which sequence parallelism cuts once more; None for a batch without ages."""
+    if batch.ages_DS is None:
+        return None
+    group, positions_S = groups.cp, batch.positions_S
+    ages_DS, inside_DBS = batch.ages_DS, batch.inside_DBS
+    if config.sequence_parallel:
+        ranks, rank = groups.tp.size(), groups.tp.rank()
+        positions_S, ages_DS = positions_S.chunk(ranks)[rank], ages_DS.chunk(ranks, dim=1)[rank]
+        group, inside_DBS = groups.tp_cp, inside_DBS.chunk(ranks, dim=2)[rank]
+    return Mixer(ages_DS, inside_DBS, LaterPositions(positions_S.contiguous(), len(ages_DS) - 1, group))

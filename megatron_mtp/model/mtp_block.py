@@ -17,10 +17,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_mtp.data.batch import DepthBatch, LaterPositions
+from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.model.chain import DepthInputs, chain, padding_mask
 from megatron_mtp.model.head import Head
-from megatron_mtp.model.mixing import Mixer
+from megatron_mtp.model.mixing import mixer_of
 from megatron_mtp.model.mtp import MultiTokenPredictionLayer, MultiTokenPredictionLayerSubmodules
 from megatron_mtp.model.shared_keys import FirstPassKeys, SharingAttention, sharing
 from megatron_mtp.model.trunk_output import Angles, TrunkOutput, Turns, is_detached
@@ -91,7 +91,7 @@ class MultiTokenPredictionBlock(MegatronModule):
             trunk.embedding,
             trunk.attention,
             padding_mask(batch, self.config, self.tp_group),
-            self._mixer(batch),
+            mixer_of(batch, self.config, self.groups),
             self.later_angles(trunk),
             trunk.is_apart,
         )
@@ -111,18 +111,6 @@ class MultiTokenPredictionBlock(MegatronModule):
             return of_queries if self.has_chain else (of_queries, of_keys)
 
         return turned
-
-    def _mixer(self, batch: DepthBatch) -> Mixer | None:
-        """The mixer of this rank's positions, which sequence parallelism cuts once more."""
-        if batch.ages_DS is None:
-            return None
-        group, positions_S = self.groups.cp, batch.positions_S
-        ages_DS, inside_DBS = batch.ages_DS, batch.inside_DBS
-        if self.config.sequence_parallel:
-            ranks, rank = self.groups.tp.size(), self.groups.tp.rank()
-            positions_S, ages_DS = positions_S.chunk(ranks)[rank], ages_DS.chunk(ranks, dim=1)[rank]
-            group, inside_DBS = self.groups.tp_cp, inside_DBS.chunk(ranks, dim=2)[rank]
-        return Mixer(ages_DS, inside_DBS, LaterPositions(positions_S.contiguous(), len(ages_DS) - 1, group))
 
     @property
     def mtp_use_repeated_layer(self) -> bool:

@@ -40,7 +40,7 @@ class ReadStates:
         self.after[layer.layer_number] = (made[0] if isinstance(made, tuple) else made).detach()
 
     def begin(self, model: Any) -> None:
-        """Before a forward of a stock stage: forget one that failed, and take apart what the stage before has sent."""
+        """Before a forward of a stage: forget one that failed, and take apart what the stage before has sent."""
         self.after.clear()
         if not model.pre_process:
             model.decoder.input_tensor = self.received(model.decoder.input_tensor)

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from megatron_mtp.data.batch import DepthBatch, shift_left
 from megatron_mtp.model.chain import DepthInputs, Layer, chain, padding_mask
 from megatron_mtp.model.head import Head
+from megatron_mtp.model.mixing import mixer_of
 from megatron_mtp.model.mtp import checkpointed
 from megatron_mtp.model.mtp_block import set_quantization
 from megatron_mtp.model.norms import PortableNorm
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 
 OWN = "own"
 """A depth of the kind of the trunk's last layer."""
+
+VOCABULARY = "draft_vocabulary"
+"""A drafter's buffer of the tokens that it drafts."""
 
 LEARNED = "learned_absolute"
 """Positions that the embedding adds to tokens."""
@@ -168,46 +172,41 @@ def is_frozen(block: torch.nn.Module) -> bool:
 
 
 def add_block(chunk: Any, depths: int, block: str) -> None:
-    """Give a chunk its part: the last one the block and an embedding, the first one its place in the embedding's group.
-
-    A tied head on a later stage is the embedding's copy already, and `mtp_process` stays off, so that Megatron takes
-    it for the copy as before.
+    """Give a chunk its part: the last one the block, and each what `share_embedding` gives.
 
     Raises:
         ValueError: there is no such block; the chunk is then as it was.
     """
-    config, tied, whole = chunk.config, chunk.share_embeddings_and_output_weights, chunk.pg_collection.pp.size() == 1
-    config.mtp_num_layers = depths
+    config = chunk.config
     if chunk.post_process:
-        with _fork_rng(), initializing(config):
-            with ExitStack() as undo:
-                undo.callback(setattr, config, "mtp_num_layers", None)  # so that another call can attach
-                chunk.mtp = _new_block(chunk, depths, block)
-                undo.pop_all()
-            if not tied:
-                attach_embedding(chunk)
+        with _fork_rng(), initializing(config), ExitStack() as undo:
+            undo.callback(setattr, config, "mtp_num_layers", None)  # so that another call can attach
+            config.mtp_num_layers = depths
+            chunk.mtp = _new_block(chunk, depths, block)
+            undo.pop_all()
         as_trunk(chunk.mtp, chunk)
         set_quantization(chunk.mtp, config)
-        chunk.mtp_process = chunk.pre_process or not tied
-    if (whole or not tied) and (chunk.pre_process or chunk.post_process):
-        chunk.setup_embeddings_and_output_layer()
+    share_embedding(chunk, depths)
 
 
 def share_embedding(chunk: Any, depths: int) -> None:
-    """Give a pipeline's last stage the embedding for a drafter alone, as `add_block` does for MTP layers.
+    """Give the last chunk the embedding that its heads read, and the first one its place in the embedding's group.
+
+    A tied head on a later stage is the embedding's copy already, and `mtp_process` stays off, so that Megatron takes
+    it for the copy as before.
 
     Args:
-        depths: of the drafter; Megatron keeps the copies equal where a configuration has depths.
+        depths: of the heads; Megatron keeps the copies equal where a configuration has depths.
     """
-    tied = chunk.share_embeddings_and_output_weights
+    tied, whole = chunk.share_embeddings_and_output_weights, chunk.pg_collection.pp.size() == 1
     chunk.config.mtp_num_layers = depths
-    if tied or not (chunk.pre_process or chunk.post_process):
-        return
     if chunk.post_process:
-        with _fork_rng(), initializing(chunk.config):
-            attach_embedding(chunk)
-        chunk.mtp_process = True
-    chunk.setup_embeddings_and_output_layer()
+        if not tied:
+            with _fork_rng(), initializing(chunk.config):
+                attach_embedding(chunk)
+        chunk.mtp_process = chunk.pre_process or not tied
+    if (whole or not tied) and (chunk.pre_process or chunk.post_process):
+        chunk.setup_embeddings_and_output_layer()
 
 
 def as_trunk(block: torch.nn.Module, chunk: Any) -> None:
@@ -220,12 +219,21 @@ def as_trunk(block: torch.nn.Module, chunk: Any) -> None:
 def fill_absent(model: Any, modules: Sequence[str]) -> None:
     """Let a checkpoint without some modules be loaded strictly: each of them stays as it is where all of it is absent.
 
+    A checkpoint whose drafter drafts other tokens than the module is refused.
+
     Args:
         model: its stage that has them.
         modules: names of new heads.
     """
 
     def fill(model: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name in modules:
+            own_N, given_N = getattr(getattr(model, name), VOCABULARY, None), state.get(f"{prefix}{name}.{VOCABULARY}")
+            if own_N is not None and given_N is not None and not torch.equal(own_N.cpu(), given_N.cpu()):
+                raise ValueError(
+                    f"the checkpoint's {name} drafts other tokens than mtp_draft_vocab_file lists; give attach the "
+                    "list that it was trained with."
+                )
         absent = [name for name in modules if not any(key.startswith(f"{prefix}{name}.") for key in state)]
         if absent:
             warnings.warn(f"the checkpoint has no {', '.join(absent)}, which stay as they are.", stacklevel=2)
@@ -293,12 +301,16 @@ def initializing(config: TransformerConfig, does: bool = True) -> Iterator[None]
 
 
 class StockHead:
-    """MTP layers of Megatron's class as a draft head (`DraftHead` in attachment.py)."""
+    """MTP layers of Megatron's class as a draft head (`DraftHead` in attachment.py).
+
+    Args:
+        passes: of one layer that is repeated in training; None for as many as the model drafts.
+    """
 
     drafter: "HeadSpec | None" = None
 
-    def __init__(self, model: Any) -> None:
-        self.config, self.tp_group, self.depths = model.config, model.pg_collection.tp, model.config.mtp_num_layers
+    def __init__(self, model: Any, passes: int | None = None) -> None:
+        self.config, self.groups, self.depths = model.config, model.pg_collection, passes or model.config.mtp_num_layers
         self._block = model.mtp
         self._learns_positions = model.position_embedding_type == LEARNED
 
@@ -324,7 +336,8 @@ class StockHead:
             positions,
             trunk.embedding,
             trunk.attention,
-            padding_mask(batch, self.config, self.tp_group),
+            padding_mask(batch, self.config, self.groups.tp),
+            mixer_of(batch, self.config, self.groups),
             is_apart=trunk.is_apart or self.is_apart,
         )
         layers = [runner(layer) for layer in self._block.layers]  # here, so that a deep copy of the model runs its own

@@ -58,7 +58,7 @@ def add_drafters(chunk: Any, drafters: Mapping[str, HeadSpec], drafted: Mapping[
         with _fork_rng():
             heads.build(chunk, drafted.get(name))
         draw_anew(getattr(chunk, name), DRAFTER, torch.initial_seed())
-        as_trunk(*heads.blocks, chunk)
+        as_trunk(getattr(chunk, name), chunk)
 
 
 def trunk_of(chunk: Any, symbols: int, scaling: str | None) -> TrunkSpec:

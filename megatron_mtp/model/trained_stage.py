@@ -138,13 +138,11 @@ class TrainedStage(Attachment):
 
     def _receive(self) -> None:
         """Take apart what the stage before has sent; a frozen trunk records no gradients of it."""
-        decoder, self._stage_input = self.model.decoder, None
-        given = None if self.model.pre_process else decoder.input_tensor
-        if given is None:
-            return
-        if self._is_frozen and not self._comes_after_heads:
-            self._stage_input, given = given, given.detach()
-        decoder.input_tensor = self._read.received(given)
+        decoder, is_recorded = self.model.decoder, self.model.pre_process or not self._is_frozen
+        self._stage_input = None if is_recorded or self._comes_after_heads else decoder.input_tensor
+        if self._stage_input is not None:
+            decoder.input_tensor = self._stage_input.detach()
+        self._read.begin(self.model)
 
     @override
     def _hidden(self, call: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def mtp_config_from_args(args: Namespace) -> MTPConfig:
     """Raises ValueError where a flag has a value that is not allowed."""
     settings = MTPConfig(**{field.name: getattr(args, field.name) for field in fields(MTPConfig)})
     heads = heads_of(settings, trained_depths(args), drafted_steps(args))
-    check_loss(heads[0].settings if heads else settings)
+    check_loss(*(heads[0].settings if heads else settings).phases())
     return settings
 
 

@@ -28,13 +28,11 @@ from megatron_mtp.data.batch import (
     depth_batch,
     documents_from_eod,
     documents_from_offsets,
-    drawn_ages,
     join_rows,
     keep_positions,
     mask_ignored_labels,
     positions_of_ranks,
     to_device,
-    with_blocks,
 )
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import (
@@ -44,12 +42,12 @@ from megatron_mtp.losses.objective import (
     depth_weights,
     kept_positions,
     scaling_factor,
+    with_draws,
 )
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.model.packed_rows import PackedRows
 from megatron_mtp.model.stage_output import StageOutput
 from megatron_mtp.spec.config import HEADS, HeadSettings, MTPConfig, drafted_steps, heads_of, trained_depths
-from megatron_mtp.spec.head import blocks_of
 from megatron_mtp.training.documents import numbers_of_contexts
 from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.short_log import say
@@ -64,19 +62,16 @@ class _Learner:
 
     Attributes:
         weights: of depth 1 .. D, where lambda is 1.
-        blocks: of a sequence, that a block drafter is trained on; None for others.
     """
 
     head: HeadSettings
     loss: TokenLoss
     weights: list[float]
-    blocks: int | None
 
     @classmethod
     def of(cls, head: HeadSettings) -> "_Learner":
-        settings, loss = head.settings, depth_loss(head.settings)
-        weights = depth_weights(settings, head.depths, 1.0, loss)
-        return cls(head, loss, weights, blocks_of(settings.kind, vars(settings)))
+        loss = depth_loss(head.settings)
+        return cls(head, loss, depth_weights(head.settings, head.depths, 1.0, loss))
 
     @property
     def figures(self) -> str:
@@ -176,7 +171,12 @@ class ForwardStep:
 
     def _batches(self, whole: DepthBatch) -> list[DepthBatch]:
         """The microbatch of every head, with what it draws in this step; of a trunk alone as it is."""
-        made = [_in_blocks(_mixed(whole.first(each.head.depths), each), each) for each in self._learners]
+        args = get_args()
+        seed = args.seed, args.curr_iteration if torch.is_grad_enabled() else 0
+        positions = whole.positions_S.numel() * args.context_parallel_size
+        made = [
+            with_draws(whole.first(each.head.depths), each.head.settings, seed, positions) for each in self._learners
+        ]
         return made or [whole]
 
     def _objective(self) -> NextTokensObjective:
@@ -212,26 +212,6 @@ def _base_share(learner: _Learner) -> float:
     if kind is None or kind.base_share is None or not torch.is_grad_enabled():
         return 0.0
     return kind.base_share(args.curr_iteration / args.train_iters)
-
-
-def _mixed(batch: DepthBatch, learner: _Learner) -> DepthBatch:
-    """In training with --mtp-hidden-state-mixing, with the ages of the states that the MTP layers continue from."""
-    if not (learner.head.settings.mtp_hidden_state_mixing and torch.is_grad_enabled()):
-        return batch
-    args, positions_S = get_args(), batch.positions_S
-    whole = positions_S.numel() * args.context_parallel_size
-    ages_DS = drawn_ages(learner.head.depths, (args.seed, args.curr_iteration), positions_S, whole)
-    return replace(batch, ages_DS=to_device(ages_DS, batch.labels_BS.device))
-
-
-def _in_blocks(batch: DepthBatch, learner: _Learner) -> DepthBatch:
-    """With the blocks of this step, where a block drafter is trained."""
-    if learner.blocks is None:
-        return batch
-    args = get_args()
-    step = args.curr_iteration if torch.is_grad_enabled() else 0
-    whole = batch.positions_S.numel() * args.context_parallel_size
-    return with_blocks(batch, learner.blocks, (args.seed, step), whole)
 
 
 def _validate(loss: Tensor) -> None:

@@ -16,7 +16,8 @@ from megatron_mtp.losses.mtp_loss import _documents
 from megatron_mtp.losses.objective import depth_weights
 from megatron_mtp.spec.config import MTPConfig
 
-STEPS, LAYERS = 3, {"num_layers": 4}
+STEPS = 3
+LAYERS: dict[str, Any] = {"num_layers": 4}
 DRAFTED = [*range(1, VOCABULARY // 2, 2), VOCABULARY - 3, VOCABULARY - 2]
 """A draft vocabulary of which two tensor-parallel ranks have unequal parts."""
 BLOCKS: dict[str, Any] = {"drafter_num_layers": 2, "drafter_mask_token": 7}
@@ -43,7 +44,7 @@ def several_heads(vocabulary: Path | None = None) -> list[Head]:
     """
     return [
         Head(settings_of("dspark"), weight=0.5),
-        Head(MTPConfig(mtp_loss="kd", mtp_train_only=True), 2, weight=2.0),
+        Head(MTPConfig(mtp_loss="kd", mtp_train_only=True, mtp_hidden_state_mixing=True), 2, weight=2.0),
         Head(settings_of("eagle3", mtp_draft_vocab_file=None if vocabulary is None else str(vocabulary))),
     ]
 

@@ -19,10 +19,11 @@ from drafter_settings import (
     trained,
     vocabulary_in,
 )
+from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-from megatron_single import VOCABULARY, make_batch, our_model, relative_difference
+from megatron_single import VOCABULARY, make_batch, megatron_name, our_model, relative_difference
 from safetensors.torch import load_file
 from stock_models import draw, learned, packed_batch, stock
 from tiers import tiered
@@ -33,13 +34,14 @@ from torch.distributed.fsdp import fully_shard
 from megatron_mtp.attach import Head, attach
 from megatron_mtp.checkpoint.convert.drafter_form import read_drafter, trunk_of
 from megatron_mtp.checkpoint.convert.live_drafter import export_drafter, export_drafter_weights
-from megatron_mtp.losses.mtp_loss import mtp_loss, trunk_states
+from megatron_mtp.losses.mtp_loss import Batch, loss_of_stage, mtp_loss, trunk_states
+from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.spec.config import MTPConfig, is_head
 from megatron_mtp.training.parameter_group import get_mtp_optimizer
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
-NAMES = ["dspark", "mtp", "eagle3"]
+NAMES, DRAFTERS = ["dspark", "mtp", "eagle3"], ["dspark", "eagle3"]
 WITH_VOCABULARY = [kind for kind in SETTINGS if kind not in ("dflash2", "domino")]
 """Kinds that can have a draft vocabulary."""
 
@@ -160,6 +162,88 @@ def test_every_head_has_a_rate_of_its_own_in_megatrons_optimizer() -> None:
     own = {"mtp": 2e-2, "drafter_eagle3": 4e-2}
     assert found == {name: own.get(name, 1e-2) for name in found}
     assert own.keys() < found.keys()
+
+
+# --- settings of MTP layers and windows of drafters ------------------------------------------------------------------
+
+
+def gradients_of_ours(ours: Any, batch: dict[str, Any], packed: Any, settings: MTPConfig, step: int) -> dict[str, Any]:
+    """Of a model that `train` builds, by Megatron's names."""
+    head = attached_of(ours).heads[0]
+    states_SBH = ours(
+        *(batch[name] for name in ("tokens", "position_ids", "attention_mask")),
+        packed_seq_params=packed,
+        output_processor=lambda stage: stage.hidden_SBH,
+    )
+    whole = Batch(*given(batch), None, packed)
+    loss_of_stage(attached_of(ours), head, states_SBH, whole, settings, step).loss.backward()
+    return {megatron_name(name): each.grad for name, each in ours.named_parameters() if each.grad is not None}
+
+
+@pytest.mark.parametrize("form", ["rows", "packed"])
+def test_an_attached_layer_is_unrolled_as_in_train(form: str) -> None:
+    """One layer in three passes: the gradients of all weights are those of a repeated layer."""
+    (batch, packed), settings = batch_of(form), MTPConfig(mtp_unroll=STEPS, mtp_loss_weights="1,0.8,0.5")
+    model, ours = stock("dense"), our_model(STEPS, mtp_use_repeated_layer=True)
+    attached = attach(model, 1, settings)
+    for each in (model, ours):
+        draw(each)
+    wanted = gradients_of_ours(ours, batch, packed, settings, 1)
+    forward(model, batch, packed)
+    made = attached.loss(*given(batch))
+    made.loss.backward()
+    assert (len(model.mtp.layers), len(made.depth_means)) == (1, STEPS)
+    weights = dict(model.named_parameters())
+    assert [name for name, grad in wanted.items() if relative_difference(weights[name].grad, grad) > 1e-5] == []
+
+
+@pytest.mark.parametrize("form", ["rows", "packed"])
+def test_attached_layers_mix_states_as_in_train_anew_in_every_step(form: str) -> None:
+    (batch, packed), settings = batch_of(form), MTPConfig(mtp_hidden_state_mixing=True)
+    model, ours, seen = stock("dense"), our_model(STEPS), []
+    attached = attach(model, STEPS, settings)
+    for each in (model, ours):
+        draw(each)
+    for step in (1, 2):
+        for each in (model, ours):
+            each.zero_grad()
+        wanted = gradients_of_ours(ours, batch, packed, settings, step)
+        forward(model, batch, packed)
+        made = attached.loss(*given(batch))
+        made.loss.backward()
+        weights = dict(model.named_parameters())
+        assert [name for name, grad in wanted.items() if relative_difference(weights[name].grad, grad) > 1e-5] == []
+        seen.append(made.depth_means.tolist())
+    assert seen[0][0] == seen[1][0]  # depth 1 has the trunk's state alone
+    assert seen[0][1:] != seen[1][1:]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_an_attached_drafter_has_its_window_as_in_train(kind: str) -> None:
+    batch, model, window = make_batch(STEPS), stock("dense", **LAYERS), {"drafter_window_size": 3}
+    attached = attach(model, heads=[Head(settings_of(kind, **window))])
+    draw(model)
+    ours = our_model(STEPS, drafter_layers=(), drafter={**trained(kind), **window}, **LAYERS)
+    wanted = gradients_of_stage(ours, model, attached.given[0], batch, None)
+    plain = our_model(STEPS, drafter_layers=(), drafter=trained(kind), **LAYERS)
+    without = gradients_of_stage(plain, model, attached.given[0], batch, None)
+    forward(model, batch)
+    attached.loss(*given(batch)).loss.backward()
+    weights = dict(model.named_parameters())
+    assert [name for name, grad in wanted.items() if relative_difference(weights[name].grad, grad) > 1e-5] == []
+    assert [name for name, grad in without.items() if relative_difference(weights[name].grad, grad) > 1e-3]
+
+
+@pytest.mark.parametrize(
+    ("heads", "said"),
+    [
+        ([Head(MTPConfig(mtp_unroll=3), 2)], "mtp_unroll is set, which repeats one MTP layer, and the model has 2"),
+        ([Head(settings_of("eagle3", mtp_unroll=3))], "mtp_unroll in the settings is not for such attached heads"),
+    ],
+)
+def test_an_unroll_needs_one_layer(heads: list[Head], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        attach(stock("dense", **LAYERS), heads=heads)
 
 
 # --- loops with more than one forward, or more than text --------------------------------------------------------------
@@ -321,6 +405,16 @@ def test_a_draft_vocabulary_is_exported(kind: str, tmp_path: Path) -> None:
     assert torch.equal(tensors["lm_head.weight"], model.output_layer.weight[DRAFTED] if rows is None else rows)
 
 
+def test_a_checkpoint_of_another_draft_vocabulary_is_refused(tmp_path: Path) -> None:
+    model = stock("dense", **LAYERS)
+    attach(model, heads=several_heads(vocabulary_in(tmp_path)))
+    state = model.state_dict()
+    model.load_state_dict(state)
+    state["drafter_eagle3.draft_vocabulary"] = state["drafter_eagle3.draft_vocabulary"] + 1
+    with pytest.raises(ValueError, match="the checkpoint's drafter_eagle3 drafts other tokens than mtp_draft_vocab"):
+        model.load_state_dict(state)
+
+
 def test_a_draft_vocabulary_that_cannot_be_read_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "ids").write_text("4\n999\n")
     model = stock("dense", **LAYERS)
@@ -328,6 +422,19 @@ def test_a_draft_vocabulary_that_cannot_be_read_leaves_the_model_as_it_was(tmp_p
     with pytest.raises(ValueError, match=r"mtp_draft_vocab_file is .*which has the id 999, and ids are 0 to"):
         attach(model, heads=[Head(settings_of("eagle3", mtp_draft_vocab_file=str(tmp_path / "ids")))])
     assert {name for name, _ in model.named_parameters()} == names
+
+
+def test_a_drafter_alone_leaves_megatrons_own_block_as_it_is() -> None:
+    """A policy whose MTP layers are not among the heads."""
+    batch, plain, model = make_batch(STEPS), stock("dense", **LAYERS), stock("dense", depths=2, **LAYERS)
+    attached = attach(model, heads=[Head(settings_of("eagle3"))])
+    for each in (plain, model):
+        draw(each)
+    assert model.config.mtp_num_layers == 2
+    expected = learned(plain, batch, None, None)
+    found = learned(model, batch, None, lambda: attached.loss(*given(batch)).loss)
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+    assert not [name for name in found if name.startswith("gradient of mtp.")]
 
 
 def test_depths_and_settings_are_short_for_heads() -> None:
@@ -370,16 +477,22 @@ def test_a_policys_checkpoint_loads_strictly_with_and_without_the_heads() -> Non
         model.load_state_dict(whole, strict=True)
 
 
-def test_heads_have_keys_of_their_own_in_checkpoints() -> None:
-    model, _ = with_several()
+def test_heads_have_keys_of_their_own_in_checkpoints(tmp_path: Path) -> None:
+    """So that a distributed checkpoint gives each of them back."""
+    (model, _), (other, _) = with_several(), with_several()
+    draw(model)
     keys = {name: entry.key for name, entry in model.sharded_state_dict().items()}
     policys = {entry.key for entry in stock("dense", **LAYERS).sharded_state_dict().values()}
     of_drafters = [key for name, key in keys.items() if name.startswith("drafter_")]
     assert len(of_drafters) == len({*of_drafters} - policys)
     assert {"drafter_eagle3.fc.weight", "drafter_dspark.fc.weight"} <= {*of_drafters}
+    dist_checkpointing.save(model.sharded_state_dict(), str(tmp_path))
+    other.load_state_dict(dist_checkpointing.load(other.sharded_state_dict(), str(tmp_path)), strict=True)
+    weights = dict(other.named_parameters())
+    assert [name for name, each in model.named_parameters() if not torch.equal(weights[name], each)] == []
 
 
-@pytest.mark.parametrize("name", ["dspark", "eagle3"])
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_a_named_head_is_exported_as_if_it_were_alone(name: str, tmp_path: Path) -> None:
     (model, _), alone = with_several(), stock("dense", **LAYERS)
     attach(alone, heads=[Head(settings_of(name))])
@@ -396,6 +509,27 @@ def test_a_named_head_is_exported_as_if_it_were_alone(name: str, tmp_path: Path)
         next(export_drafter_weights(model))
     with pytest.raises(ValueError, match="head is 'mtp', and the model has the drafters dspark, eagle3"):
         export_drafter(model, tmp_path / "none", "mtp")
+
+
+def test_the_stream_of_each_drafter_follows_the_steps_of_a_wrapped_model(tmp_path: Path) -> None:
+    """What a running engine gets after a step is what the folder of that step would have."""
+    (model, attached), batch = with_several(), make_batch(STEPS)
+    draw(model)
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    streams = {name: {key: one.clone() for key, one in export_drafter_weights(wrapped, name)} for name in DRAFTERS}
+    assert streams["dspark"].keys() != streams["eagle3"].keys()
+    forward(wrapped, batch)
+    attached.loss(*given(batch)).loss.backward()
+    with torch.no_grad():
+        for each in model.parameters():
+            each -= 0.1 * each.main_grad
+    for name in DRAFTERS:
+        export_drafter(wrapped, tmp_path / name, name)
+        folder = load_file(tmp_path / name / "model.safetensors")
+        after = dict(export_drafter_weights(wrapped, name))
+        assert after.keys() == folder.keys()
+        assert all(torch.equal(one, folder[key]) for key, one in after.items())
+        assert not any(torch.equal(one, streams[name][key]) for key, one in after.items() if key != "lm_head.weight")
 
 
 def test_two_drafters_of_a_kind_have_names() -> None:

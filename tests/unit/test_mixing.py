@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -103,14 +102,15 @@ def test_training_mixes_and_evaluation_does_not(
 @pytest.mark.usefixtures("megatron")
 def test_blocks_are_those_of_the_step_whatever_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four blocks of a sequence, on one rank and on two with half of its positions each; evaluations have one set."""
-    args = SimpleNamespace(seed=7, curr_iteration=3, context_parallel_size=1)
+    args = SimpleNamespace(mtp_num_layers=2, seed=7, curr_iteration=3, context_parallel_size=1)
     monkeypatch.setattr(forward_step, "get_args", lambda: args)
-    learner, batch = cast("forward_step._Learner", SimpleNamespace(blocks=4)), make_batch(2)["depths"]
+    step = forward_step.ForwardStep(MTPConfig(drafter="dflash", drafter_steps=2, drafter_blocks=4), Metrics(None))
+    batch = make_batch(2)["depths"]
     count = batch.positions_S.numel()
 
     def drawn(*parts: range) -> list[int]:
         args.context_parallel_size = len(parts)
-        made = [forward_step._in_blocks(batch.at(torch.tensor(part)), learner) for part in parts]
+        made = [step._batches(batch.at(torch.tensor(part)))[0] for part in parts]
         return sorted(one for part in made if part.block_weight for one in part.positions_S[part.blocks_A].tolist())
 
     whole, halves = (range(count),), (range(0, count, 2), range(1, count, 2))
@@ -128,9 +128,9 @@ def test_blocks_are_those_of_the_step_whatever_the_ranks(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("megatron")
-def test_a_loop_of_ones_own_does_not_mix() -> None:
+def test_the_loss_of_states_alone_does_not_mix() -> None:
     model, given = our_model(2), make_batch(2)
     tokens, labels, mask = (given[name] for name in ("tokens", "labels", "loss_mask"))
     settings = MTPConfig(mtp_hidden_state_mixing=True)
-    with pytest.raises(ValueError, match="mtp_hidden_state_mixing is set, which only megatron-mtp train can do"):
+    with pytest.raises(ValueError, match="mtp_hidden_state_mixing is set, which draws by the number of the step"):
         mtp_loss(trunk_states(model, tokens), model, tokens, labels, mask, settings)

@@ -45,11 +45,6 @@ class DominoFolder(BlockCodec):
 
     @override
     def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
-        if keys.get("draft_vocab_size") not in (None, args.vocab_size):
-            raise ValueError(
-                f"{path / CONFIG} has draft_vocab_size {keys['draft_vocab_size']}, and {row.called} drafts from all "
-                f"{args.vocab_size} tokens; give another."
-            )
         if type(keys.get("shift_label")) is not bool:
             raise ValueError(
                 f"{path / CONFIG} lacks shift_label, which says whether rows draft the next token or their own; add it "

@@ -228,8 +228,8 @@ COUNTS_LAYERS = {
 }
 BEGINS = {
     "--as-kind": _value(
-        "begin a drafter of another kind that has all weights of the folder's, such as dspark from DFlash; what it has "
-        "beside them is drawn",
+        "kind of the new drafter, which starts from the folder's weights, as dspark from DFlash; others are random "
+        "(default: the folder's kind)",
         "KIND",
         choices=tuple(DRAFTERS),
     )

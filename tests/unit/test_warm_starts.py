@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from drafter_folders import DRAFTED, KINDS, Change, change, make_drafter, make_trunk, nothing, spoiled
-from drafting_single import prompts_of
 from hf_models import VOCABULARY
 from judged_models import QUIET
 from megatron.core import parallel_state
@@ -17,7 +16,8 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.drafters import plan_attaching_drafter, plan_drafter
 from megatron_mtp.checkpoint.model import load_model
-from megatron_mtp.checkpoint.verify.drafters import REFERENCES, verify_drafter
+from megatron_mtp.checkpoint.verify.drafters import REFERENCES, drafts_of_both, verify_drafter
+from megatron_mtp.checkpoint.verify.forms import prompt_of
 from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.runner import Runner
@@ -150,19 +150,19 @@ def test_a_block_drafter_begins_with_the_backbone_of_a_dflash_drafter(kind: str,
     assert [key for key in kept if not torch.equal(old.read(key), new.read(key))] == []
     assert any(new.read(key).any() for key in new.keys if key.startswith(DRAFTER) and key not in kept)
     assert new.common()["args"].drafter == kind
-    prompts = prompts_of(3)
-    texts = [
-        generate(
-            Runner(load_model(each), VOCABULARY), prompts, 20, speculative={"method": name, "num_speculative_tokens": 3}
-        )
-        for each, name in ((saved, "dflash"), (tmp_path / "begun", kind))
-    ]
-    assert texts[0].token_ids == texts[1].token_ids
-    if kind != "domino":
-        assert texts[0].stats.accepted_per_position == texts[1].stats.accepted_per_position
-        assert texts[0].stats.target_forwards == texts[1].stats.target_forwards
     plan_drafter(tmp_path / "begun", QUIET).write(tmp_path / "exported", QUIET)
+    prompt = prompt_of(old, 0, LENGTH)
+    made = [
+        drafts_of_both(*each, attached_of(load_model(saved)).drafter.layers, prompt)[0]["logits of drafts"]
+        for each in ((folder, saved), (tmp_path / "exported", tmp_path / "begun"))
+    ]
+    assert torch.equal(*made) == (kind != "domino")
     assert [check.name for check in verify_drafter(tmp_path / "exported", tmp_path / "begun") if not check.ok] == []
+    runner = Runner(load_model(tmp_path / "begun"), VOCABULARY)
+    prompts = [[5, 6, 7], [1, 2, 3, 4]]
+    drafted = generate(runner, prompts, 20, speculative={"method": kind})
+    assert drafted.token_ids == generate(runner, prompts, 20).token_ids
+    assert drafted.stats.drafted > 0
 
 
 @pytest.mark.parametrize(

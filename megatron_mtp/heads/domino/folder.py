@@ -47,7 +47,7 @@ class DominoFolder(BlockCodec):
     def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
         if type(keys.get("shift_label")) is not bool:
             raise ValueError(
-                f"{path / CONFIG} lacks shift_label, which says whether rows draft the next token or their own; add it "
+                f"{path / CONFIG} lacks shift_label, by which rows draft the next token or their own; add it "
                 "as the drafter was trained."
             )
         made = super().sizes(path, row, {**keys, "sample_from_anchor": keys["shift_label"]}, args)

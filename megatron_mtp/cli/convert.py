@@ -226,6 +226,14 @@ COUNTS_LAYERS = {
         choices=("outputs", "states"),
     )
 }
+BEGINS = {
+    "--as-kind": _value(
+        "kind of the new drafter, which starts from the folder's weights, as dspark from DFlash; others are random "
+        "(default: the folder's kind)",
+        "KIND",
+        choices=tuple(DRAFTERS),
+    )
+}
 ATTACHES = {
     "--mtp-num-layers": _value("number of MTP layers to attach", "N", type=int, required=True),
     "--mtp-init": _value(
@@ -302,7 +310,7 @@ COMMANDS = {
     "attach-drafter": Command(
         f"Copy a Megatron checkpoint with the drafter of a folder ({', '.join(DRAFTERS)}) instead of its MTP layers.",
         {"source": "SRC", "drafter": "DRAFTER", "target": "DST"},
-        WRITES | COUNTS_LAYERS,
+        WRITES | COUNTS_LAYERS | BEGINS,
     ),
     "fit-drafter": Command(
         f"Copy a Megatron checkpoint with {fitted_kind().called} fitted to text instead of its MTP layers.",

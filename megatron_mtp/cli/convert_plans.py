@@ -43,7 +43,8 @@ def plan_of(args: Namespace, how: "Options") -> "Conversion":
 
             if args.command == "drafter-to-hf":
                 return plan_drafter(source, how)
-            return plan_attaching_drafter(source, local_folder(args.drafter), args.drafter_layer_ids_count)
+            given = source, local_folder(args.drafter), args.drafter_layer_ids_count
+            return plan_attaching_drafter(*given, args.as_kind)
         case "fit-drafter":
             return _fit_drafter(args, how.quiet)
         case _:

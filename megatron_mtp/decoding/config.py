@@ -243,7 +243,7 @@ FOREIGN_KEYS = {
     "use_local_argmax_reduction": Foreign(_IGNORED + "it does not change tokens", _ANY),
     "draft_tensor_parallel_size": Foreign(_IGNORED + "MTP layers are split like the trunk", (1,)),
     "enforce_eager": Foreign(_IGNORED + "CUDA graphs are used where possible", (False,)),
-    "parallel_drafting": Foreign(_IGNORED + "`dflash`, `dspark` and `dflash2` draft in parallel", (False,)),
+    "parallel_drafting": Foreign(_IGNORED + "`peagle` and block drafters (`dflash`, ...) draft in parallel", (False,)),
     "use_heterogeneous_vocab": Foreign(_IGNORED + "draft models must have the trunk's vocabulary", (False,)),
     "enable_adaptive_verification": Foreign(_IGNORED + "use `min_confidence` of `dspark`", (False,)),
     "index_share_for_mtp_iteration": Foreign(_IGNORED + "there are no index layers", (False,)),

@@ -33,6 +33,7 @@ from megatron_mtp.model.specs import with_modules, with_portable_modules
 from megatron_mtp.model.trunk_output import TrunkOutput
 from megatron_mtp.spec.config import HEADS
 from megatron_mtp.spec.head import HeadSpec
+from megatron_mtp.spec.kinds import DRAFTERS
 
 
 def layer_spec(config: TransformerConfig, swaps: dict[Any, Any], **of_layer: Any) -> ModuleSpec:
@@ -90,6 +91,9 @@ class DrafterBlock(MultiTokenPredictionBlock):
     Attributes:
         settings: of the drafter's layers, beside those of `layer_config`.
         rotary: makes its angles; the trunk's heads may have others, or none. None where latent attention makes its own.
+
+    Raises:
+        ValueError: there is a draft vocabulary, and its kind drafts from all tokens.
     """
 
     settings: ClassVar[dict[str, Any]] = {}
@@ -103,6 +107,11 @@ class DrafterBlock(MultiTokenPredictionBlock):
         vp_stage: int | None = None,
         draft_vocabulary: Tensor | None = None,
     ) -> None:
+        if draft_vocabulary is not None and DRAFTERS[drafter.kind].drafts_all:
+            raise ValueError(
+                f"--drafter {drafter.kind} drafts from all tokens, and a draft vocabulary has "
+                f"{draft_vocabulary.numel()}; leave out --mtp-draft-vocab-size and --mtp-draft-vocab-file."
+            )
         self.drafter, self.drafted = drafter, None if draft_vocabulary is None else draft_vocabulary.numel()
         own = layer_config(config, drafter, **self.settings, mtp_num_layers=drafter.drafts)
         super().__init__(own, submodules, pg_collection, vp_stage, draft_vocabulary)

@@ -59,6 +59,7 @@ class DrafterKind:
         can_be_fitted: whether `fit-drafter` makes one.
         latent_architectures: architectures of folders of drafters with latent attention, the one that is written first.
         latent_model_type: `model_type` there.
+        drafts_all: whether it drafts from all tokens, and has no draft vocabulary.
         projector_type: in `dflash_config`, which tells its folders from others of the same architecture.
         base_share: what the logits without the bias have of the loss, from the share of the run that is over; None for
             nothing.
@@ -86,6 +87,7 @@ class DrafterKind:
     latent_architectures: tuple[str, ...] = ()
     latent_model_type: str = "deepseek_v3"
     begins: Mapping[str, float | None] = field(default_factory=dict)
+    drafts_all: bool = False
     projector_type: str | None = None
     base_share: Callable[[float], float] | None = None
     reference: str = "megatron_mtp.checkpoint.verify.drafters:Reference"

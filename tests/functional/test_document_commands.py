@@ -79,7 +79,7 @@ python pretrain_gpt.py --num-layers 8 --hidden-size 64 --num-attention-heads 4 -
 """What the examples of help texts read, beside the scene, and pages that go on from another one."""
 GO_ON = (
     *("docs/guides/self_generated_data.md", "docs/guides/draft_vocabulary.md", "docs/guides/block_drafters.md"),
-    *("docs/reference/drafters.md", "docs/reference/families.md"),
+    *("docs/reference/drafters.md", "docs/reference/families.md", "docs/guides/published_drafter.md"),
 )
 """These pages."""
 

@@ -215,6 +215,9 @@ FAULTS: dict[str, tuple[str, Change, dict[str, object], str]] = {
     "codebooks exchanged": (
         "dflash2", exchange(f"{SELECTOR}predecessor_codebook", f"{SELECTOR}successor_codebook"), {}, "tensors"
     ),
+    "gates of the GRU exchanged": ("domino", change("prefix_gru.weight_ih_l0", lambda one: one.flip(0)), {}, "tensors"),
+    "another state of masks": ("peagle", change("mask_hidden", lambda one: one * 2), {}, "tensors"),
+    "another mask token": ("peagle", nothing, {"mask_token_id": 8}, "settings"),
     "norm of the latents permuted": (
         "eagle3-latents",
         change("midlayer.self_attn.kv_a_layernorm.weight", lambda one: one.flip(0)),

@@ -77,6 +77,8 @@ ALONE: dict[str, tuple[str, Change, dict[str, Any], str]] = {
     "a lost convolution": ("dflash2", drop("layers.0.mlp_conv.kernel_projection.weight"), {}, "tensor missing"),
     "a lost compression": ("eagle3-latents", drop("midlayer.self_attn.kv_b_proj.weight"), {}, "tensor missing"),
     "another rank": ("eagle3-latents", nothing, {"kv_lora_rank": 13}, "shape"),
+    "a lost gate": ("domino", drop("prefix_gru.weight_hh_l0"), {}, "tensor missing"),
+    "a lost state of masks": ("peagle", drop("mask_hidden"), {}, "tensor missing"),
     "a lost codebook": ("dflash2", drop("candidate_selector.successor_codebook"), {}, "tensor missing"),
     "no block size": ("dspark", nothing, {"block_size": None}, "damaged config"),
 }  # fmt: skip

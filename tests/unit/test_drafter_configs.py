@@ -356,6 +356,96 @@ def test_dflash2_is_read_from_either_level_of_keys(tmp_path: Path, at_top: bool)
     assert len([tensor for rule in form.rules() for tensor in rule.hf]) == 81
 
 
+DOMINO: dict[str, Any] = {
+    "architectures": ["DominoDraftModel"],
+    "block_size": 16,
+    "emb_dim": 256,
+    "dflash_config": {
+        "mask_token_id": 151669,
+        "target_layer_ids": [1, 9, 17, 25, 33],
+        "projector_type": "domino",
+        "pure_draft_prefix_len": 1,
+        "emb_dim": 256,
+        "gru_hidden_dim": 1024,
+        "shift_label": True,
+    },
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "layer_types": ["full_attention"] * 5,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "num_target_layers": 36,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+"""Of SpecForge's configs/qwen3-8b-domino.json, without what engines do not read."""
+
+
+def of_domino(architecture: str = "DominoDraftModel", **inner: Any) -> dict[str, Any]:
+    return {**DOMINO, "architectures": [architecture], "dflash_config": {**DOMINO["dflash_config"], **inner}}
+
+
+@pytest.mark.parametrize("architecture", ["DominoDraftModel", "DFlashDraftModel"], ids=["SpecForge", "Model-Optimizer"])
+@pytest.mark.parametrize(("shifts", "drafts"), [(True, 16), (False, 15)])
+def test_domino_drafters_are_read(tmp_path: Path, architecture: str, shifts: bool, drafts: int) -> None:
+    form = read(tmp_path, of_domino(architecture, shift_label=shifts), QWEN3)
+    kind = form.kind
+    assert (kind.kind, kind.layers, kind.drafts, kind.depth) == ("domino", (2, 10, 18, 26, 34), drafts, 5)
+    assert (kind.markov_rank, kind.gru_size, kind.idle_rows, kind.causal) == (256, 1024, 1 - shifts, 0)
+    shapes = {tensor.name: tensor.shape for rule in form.rules() for tensor in rule.hf}
+    assert shapes["prefix_gru.weight_ih_l0"] == (3072, 4096)
+    assert shapes["embed_proj.0.weight"] == (256, 5120)
+
+
+@pytest.mark.parametrize(
+    ("inner", "says"),
+    [
+        ({"shift_label": None}, "lacks shift_label, by which rows draft the next token or their own; add it"),
+        ({"pure_draft_prefix_len": 2}, "has pure_draft_prefix_len 2, which is 1 in drafters that are known here"),
+        ({"pure_draft_prefix_len": None}, "lacks pure_draft_prefix_len; fetch the folder again"),
+        ({"projector_type": "another"}, "has projector_type another, which is domino"),
+    ],
+)
+def test_other_forms_of_domino_are_refused(tmp_path: Path, inner: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        read(tmp_path, of_domino(**inner), QWEN3)
+
+
+PEAGLE: dict[str, Any] = {
+    "architectures": ["PEagleDraftModel"],
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "vocab_size": 151936,
+    "draft_vocab_size": 32000,
+}
+"""Of SpecForge's configs/qwen3-8b-peagle.json, which leaves the mask token to training."""
+
+
+@pytest.mark.parametrize("name", ["mask_token_id", "pard_token", "ptd_token_id"])
+def test_p_eagle_drafters_are_read(tmp_path: Path, name: str) -> None:
+    kind = read(tmp_path, {**PEAGLE, name: 151669}, QWEN3).kind
+    assert (kind.kind, kind.layers, kind.depth, kind.mask_token) == ("peagle", (2, 18, 33), 4, 151669)
+    assert (kind.norm_before_residual, kind.windows) == (False, (None,) * 4)
+
+
+def test_p_eagle_without_a_mask_token_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no mask_token_id among the 151936 tokens of the vocabulary; give a"):
+        read(tmp_path, PEAGLE, QWEN3)
+
+
 def test_an_eagle3_drafter_of_five_layers_is_refused_for_their_number(tmp_path: Path) -> None:
     keys = {**SPECULATORS, "eagle_aux_hidden_state_layer_ids": [2, 10, 18, 26, 33]}
     with pytest.raises(
@@ -460,7 +550,11 @@ def test_the_row_of_an_anchor_may_draft_nothing(tmp_path: Path) -> None:
         (convolved(output_multiplier=0.2), QWEN38, "output_multiplier"),
         ({**DFLASH2, "architectures": ["DFlashDraftModel"]}, QWEN38, "conv_kernel_size, a form"),
         ({**DFLASH2, "sample_from_anchor": True}, QWEN38, "sample_from_anchor"),
-        ({**DFLASH2, "draft_vocab_size": 32000}, QWEN38, "draft_vocab_size 32000, and a DFlash2 drafter chooses"),
+        (
+            {**DFLASH2, "draft_vocab_size": 32000},
+            QWEN38,
+            "draft_vocab_size 32000, and a DFlash2 drafter",
+        ),
         ({**SPECFORGE, "rope_scaling": {"type": "longrope"}}, DEEPSEEK, "rope_type 'longrope'"),
         ({**SPECFORGE, "num_hidden_layers": 2}, DEEPSEEK, "num_hidden_layers 2"),
         ({**SPECFORGE, "kv_lora_rank": 512}, DEEPSEEK, "kv_lora_rank, a form"),
@@ -475,11 +569,11 @@ def test_the_row_of_an_anchor_may_draft_nothing(tmp_path: Path) -> None:
         ({**SPECULATORS_DSPARK, "enable_confidence_head": False}, QWEN3, "enable_confidence_head, a form"),
         ({**ZLAB, "has_embed_tokens": True, "has_lm_head": False}, QWEN35, "has_embed_tokens, a form"),
         ({**ZLAB, "quantization_config": {"quant_algo": "NVFP4"}}, QWEN35, "quantization_config, a form"),
-        ({**ZLAB, "dflash_config": {**ZLAB["dflash_config"], "projector_type": "domino"}}, QWEN35, "projector_type, a"),
+        ({**ZLAB, "dflash_config": {**ZLAB["dflash_config"], "projector_type": "other"}}, QWEN35, "projector_type, a"),
         (
-            {**DSPARK, "dflash_config": {**DSPARK["dflash_config"], "projector_type": "domino"}},
+            {**DSPARK, "dflash_config": {**DSPARK["dflash_config"], "projector_type": "other"}},
             GLM,
-            "projector_type domino, which is dspark",
+            "projector_type other, which is dspark",
         ),
         ({**SPECFORGE, "num_aux_hidden_states": 4}, DEEPSEEK, "num_aux_hidden_states 4, which is 3"),
         ({**KIMI_OUTPUTS, "kv_lora_rank": None}, KIMI_K2, "kv_lora_rank None, which is not a number above 0"),
@@ -525,7 +619,7 @@ def test_keys_that_contradict_one_another_are_refused_by_their_names(
         read(tmp_path, {**ZLAB, **keys}, QWEN35)
 
 
-@pytest.mark.parametrize("architecture", ["K3DSparkModel", "DFlashLagunaForCausalLM", "PEagleDraftModel"])
+@pytest.mark.parametrize("architecture", ["K3DSparkModel", "DFlashLagunaForCausalLM", "PeagleQwen3ForCausalLM"])
 def test_another_architecture_is_refused_by_its_name(tmp_path: Path, architecture: str) -> None:
     keys = {**K3, "architectures": [architecture]}
     with pytest.raises(ValueError, match=f"has architectures .*{architecture}.*; give a .*LlamaForCausalLMEagle3"):

@@ -291,8 +291,8 @@ ALL, BEFORE = None, (-1, 0)
 def test_a_window_of_w_reaches_back_by_one_less_and_ahead_unless_causal(
     width: int | None, full: list[int] | None, causal: int, blocks: object, in_one_direction: object
 ) -> None:
-    assert windows_of(width, full or (), causal, 2, fills_blocks=True) == blocks
-    assert windows_of(width, full or (), causal, 2, fills_blocks=False) == in_one_direction
+    assert windows_of(width, full or (), causal, 2, sees_ahead=True) == blocks
+    assert windows_of(width, full or (), causal, 2, sees_ahead=False) == in_one_direction
 
 
 @pytest.mark.parametrize(
@@ -309,4 +309,4 @@ def test_windows_that_no_layer_or_every_layer_has_are_refused(
     width: int | None, full: list[int] | None, causal: int, said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        windows_of(width, full or (), causal, 2, fills_blocks=True)
+        windows_of(width, full or (), causal, 2, sees_ahead=True)

@@ -335,7 +335,7 @@ def test_a_short_trunk_has_default_layers_or_is_refused() -> None:
 
 def test_weights_fall_by_a_fifth_a_step_and_flags_without_a_drafter_are_refused() -> None:
     assert depth_weights(MTPConfig(drafter="eagle3"), 3, 1.0) == pytest.approx([1, 0.8, 0.64])
-    with pytest.raises(ValueError, match=r"was given without --drafter; give --drafter .* or eagle3, or drop it"):
+    with pytest.raises(ValueError, match=r"was given without --drafter; give --drafter .* or peagle, or drop it"):
         MTPConfig(drafter_steps=3)
     with pytest.raises(ValueError, match="--drafter is 'eagle2'; choose one of dflash, dflash2"):
         MTPConfig(drafter="eagle2")

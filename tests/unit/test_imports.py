@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint/audit": LOW | {"data", "model"} | CHECKPOINT,
     "checkpoint": LOW | {"model"} | CHECKPOINT,
     "decoding": LOW | {"data", "model", "losses", "checkpoint/convert", "checkpoint/model"},  # updates of the weights
-    "heads": LOW | {"data", "model", "decoding", "checkpoint/hf", "checkpoint/families", "checkpoint/convert"},
+    "heads": LOW | {"data", "model", "decoding"} | CHECKPOINT - {"checkpoint/model", "checkpoint/audit"},
     "training": LOW | {"data", "model", "losses"},
     "attach": {"spec", "megatron/patches", "data", "model", "losses"},
     "server": {"common", "megatron", "data", "decoding"},

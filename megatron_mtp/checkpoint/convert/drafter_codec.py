@@ -168,6 +168,11 @@ class BlockCodec(DrafterCodec):
     @override
     def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
         mask, has_choice = keys["mask_token_id"], "drafter_idle_rows" in row.settings
+        if row.drafts_all and keys.get("draft_vocab_size") not in (None, args.vocab_size):
+            raise ValueError(
+                f"{path / CONFIG} has draft_vocab_size {keys['draft_vocab_size']}, and {row.called} drafts from all "
+                f"{args.vocab_size} tokens; give another."
+            )
         if keys.get("sample_from_anchor") and not has_choice:
             raise ValueError(
                 f"{path / CONFIG} has sample_from_anchor, and the newest token's row of {row.called} drafts nothing; "

@@ -2,6 +2,8 @@
 
 import json
 from argparse import Namespace
+from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,9 @@ from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.megatron.checkpoint import DRAFTER, EMBEDDING
 from megatron_mtp.megatron.checkpoint.reader import DistReader
-from megatron_mtp.model.arguments import check_trainable, layers_to_read, stored_with
+from megatron_mtp.model.arguments import check_trainable, layers_to_read, stored_with, trunk_spec
+from megatron_mtp.model.initialize import RandomWeights
+from megatron_mtp.spec.head import HeadSpec
 from megatron_mtp.spec.kinds import DRAFTERS, fitted_kind
 
 # --- a folder of a checkpoint's drafter -------------------------------------------------------------------------------
@@ -99,17 +103,21 @@ def _group(rule: Rule, reader: DistReader, options: Options) -> Group:
 # --- a checkpoint with a folder's drafter -----------------------------------------------------------------------------
 
 
-def plan_attaching_drafter(source: Path, drafter: Path, count: str | None = None) -> Conversion:
+def plan_attaching_drafter(
+    source: Path, drafter: Path, count: str | None = None, as_kind: str | None = None
+) -> Conversion:
     """`attach-drafter`, from names and shapes alone, unless the folder has an embedding.
 
     Args:
         source: the trunk's checkpoint; MTP layers or another drafter in it are left out.
         drafter: the drafter's folder.
         count: what its layer ids count, of `COUNTS`; None for what their key says.
+        as_kind: the kind that the checkpoint's drafter is of, where it has all weights of the folder's; what it has
+            beside them is drawn as in a new drafter. None for the folder's.
 
     Raises:
-        ValueError: the drafter is of another kind or of another trunk, has an embedding of its own, or Megatron cannot
-            run the trunk.
+        ValueError: the drafter is of another kind or of another trunk, has an embedding of its own, no drafter of
+            `as_kind` can begin with it, or Megatron cannot run the trunk.
     """
     reader = DistReader(source)
     args = reader.common()["args"]
@@ -123,7 +131,54 @@ def plan_attaching_drafter(source: Path, drafter: Path, count: str | None = None
     if form.has_embedding:
         _check_embedding(folder.read(WORDS), reader.read(EMBEDDING), drafter)
     groups = [_stored(rule, folder) for rule in form.rules() if rule.mcore[0].key.startswith(DRAFTER)]
-    return changed(reader, source, NewDrafts(0, groups, record, stored_with(form.kind, args)))
+    if as_kind in (None, form.kind.kind):
+        return changed(reader, source, NewDrafts(0, groups, record, stored_with(form.kind, args)))
+    kind, drawn = _begun(form, str(as_kind), args, groups[0].entries[0].dtype, drafter)
+    record["as_kind"] = as_kind
+    return changed(reader, source, NewDrafts(0, groups + drawn, record, stored_with(kind, args)))
+
+
+def _begun(
+    form: DrafterForm, name: str, args: Namespace, dtype: torch.dtype, folder: Path
+) -> tuple[HeadSpec, list[Group]]:
+    """A drafter of another kind that has a folder's weights, and the tensors that it has beside them, drawn.
+
+    Its rows draft the tokens that they drafted.
+
+    Raises:
+        ValueError: drafters of that kind have not all of its weights.
+    """
+    row, theirs, drafted = DRAFTERS[name], DRAFTERS[form.kind.kind], len(form.order_N)
+    refusal = ValueError(
+        f"{folder} is {theirs.called}, and {row.called} has not all of its weights; give a kind that has, or drop "
+        "--as-kind."
+    )
+    if drafted < form.kind.vocabulary and row.drafts_all:
+        raise ValueError(
+            f"{folder} drafts {drafted} of {form.kind.vocabulary} tokens, and {row.called} drafts from all; give one "
+            "without a draft vocabulary."
+        )
+    trunk = trunk_spec(args)
+    given = form.kind.arguments(trunk) | {"drafter_idle_rows": form.kind.idle_rows}
+    try:
+        kind = HeadSpec.resolve(name, given, trunk)
+    except ValueError:
+        raise refusal from None
+    begun = replace(form, kind=kind)
+    new = {piece.key: piece.shape or () for rule in begun.rules() for piece in rule.mcore}
+    kept = {piece.key for rule in form.rules() for piece in rule.mcore}
+    if not kept <= new.keys() or kind.idle_rows != form.kind.idle_rows:
+        raise refusal
+    weights = RandomWeights.of(args, args.num_layers, getattr(args, "seed", 1234))
+
+    def drawn(key: str, shape: tuple[int, ...]) -> Tensor:
+        made = weights.draw(key, shape)
+        assert made is not None, key
+        return made.to(dtype)
+
+    return kind, [
+        Group.single(key, shape, dtype, partial(drawn, key, shape)) for key, shape in new.items() if key not in kept
+    ]
 
 
 def _check_embedding(theirs_VH: Tensor, ours_VH: Tensor, folder: Path) -> None:

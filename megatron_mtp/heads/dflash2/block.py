@@ -128,7 +128,7 @@ class DFlash2Block(BiasedBlocks):
     """K drafts at once, each a choice among the likeliest tokens.
 
     Raises:
-        ValueError: the hidden size is not a multiple of 16, or there is a draft vocabulary.
+        ValueError: the hidden size is not a multiple of 16.
     """
 
     def __init__(self, drafter: HeadSpec, config: TransformerConfig, *others: Any) -> None:
@@ -138,11 +138,6 @@ class DFlash2Block(BiasedBlocks):
                 f"{CHANNELS_OF_A_KERNEL}, whose channels share a kernel; give --drafter dflash."
             )
         super().__init__(drafter, config, *others)
-        if self.drafted is not None:
-            raise ValueError(
-                f"--drafter dflash2 chooses among all tokens, and a draft vocabulary has {self.drafted}; leave out "
-                "--mtp-draft-vocab-size and --mtp-draft-vocab-file."
-            )
         for module in self.modules():
             if isinstance(module, Convolution):
                 module.rows, module.tp_group = self.rows, self.tp_group

@@ -6,7 +6,6 @@ from typing import Any, ClassVar, override
 
 from megatron_mtp.checkpoint.convert.drafter_codec import BlockCodec, TokenOrder
 from megatron_mtp.checkpoint.families.rules import Rule, rename
-from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.heads.dflash2.row import CANDIDATES, CHANNELS_OF_A_KERNEL, TAPS
 from megatron_mtp.megatron.checkpoint import DRAFTER
 from megatron_mtp.spec.head import HeadSpec
@@ -50,11 +49,6 @@ class DFlash2Folder(BlockCodec):
 
     @override
     def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
-        if keys.get("draft_vocab_size") not in (None, args.vocab_size):
-            raise ValueError(
-                f"{path / CONFIG} has draft_vocab_size {keys['draft_vocab_size']}, and {row.called} chooses among all "
-                f"{args.vocab_size} tokens; give another."
-            )
         return {**super().sizes(path, row, keys, args), "drafter_markov_rank": keys["selector_rank"]}
 
 

@@ -26,5 +26,6 @@ ROW = DrafterKind(
     loss={"mtp_loss": "kd"},
     settings={**SETTINGS_OF_BLOCKS, "drafter_markov_rank": MARKOV_RANK},
     idle_rows=1,
+    drafts_all=True,
     begins={**MARKOV, "markov_projection": None, "kernel_projection": 0},
 )

@@ -54,19 +54,7 @@ class DominoLayer(BlockDrafterLayer):
 
 
 class DominoBlock(BiasedBlocks):
-    """K drafts at once, each but the first with a bias by the tokens before it in the block.
-
-    Raises:
-        ValueError: there is a draft vocabulary.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        if self.drafted is not None:
-            raise ValueError(
-                f"--drafter domino drafts from all tokens, and a draft vocabulary has {self.drafted}; leave out "
-                "--mtp-draft-vocab-size and --mtp-draft-vocab-file."
-            )
+    """K drafts at once, each but the first with a bias by the tokens before it in the block."""
 
     @override
     def make_layer(self, *args: Any) -> DominoLayer:

@@ -45,14 +45,9 @@ class DominoFolder(BlockCodec):
 
     @override
     def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
-        if keys.get("draft_vocab_size") not in (None, args.vocab_size):
-            raise ValueError(
-                f"{path / CONFIG} has draft_vocab_size {keys['draft_vocab_size']}, and {row.called} drafts from all "
-                f"{args.vocab_size} tokens; give another."
-            )
         if type(keys.get("shift_label")) is not bool:
             raise ValueError(
-                f"{path / CONFIG} lacks shift_label, which says whether rows draft the next token or their own; add it "
+                f"{path / CONFIG} lacks shift_label, by which rows draft the next token or their own; add it "
                 "as the drafter was trained."
             )
         made = super().sizes(path, row, {**keys, "sample_from_anchor": keys["shift_label"]}, args)

@@ -30,5 +30,6 @@ ROW = DrafterKind(
     },
     projector_type="domino",
     base_share=lambda progress: max(1 - progress, 0.0),
+    drafts_all=True,
     begins=dict.fromkeys(("gru_input", "gru_state", "bias_input", "bias_output")),
 )

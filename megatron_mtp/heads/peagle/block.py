@@ -91,8 +91,9 @@ class PEagleLayer(LayeredDrafter):
 
     def merge(self, embedded_SBH: Tensor, given_SBH: Tensor) -> Tensor:
         """The input [S, B, H] of the first layer's next call, of embeddings and features."""
-        made: Tensor = self.layers[0].input_layernorm.begin(embedded_SBH, given_SBH)
-        return made
+        norms = self.layers[0].input_layernorm
+        assert isinstance(norms, InputNorms)
+        return norms.begin(embedded_SBH, given_SBH)
 
     @override
     def forward(

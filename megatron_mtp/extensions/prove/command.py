@@ -20,6 +20,9 @@ EXAMPLES = """examples:
   # the MTP layers that this package attaches, in the place of Megatron's own
   megatron-mtp prove --attached --all -- $FLAGS
 
+  # a step of your own loop, which has written weights, gradients and tokens to a folder
+  megatron-mtp prove --grads step -- $FLAGS
+
   # flags from a YAML file, verdicts as JSON
   megatron-mtp prove --config run.yaml --json
 """
@@ -40,6 +43,12 @@ def parser(program: str) -> Parser:
     add("--megatron", type=named, metavar="DIR", help="checkout of Megatron-LM; default: what Python imports")
     add("--all", action="store_true", help="all layouts and options of the loss, not only those of the launch line")
     add("--attached", action="store_true", help="judge MTP layers of megatron_mtp.attach, not Megatron's own")
+    add(
+        "--grads",
+        type=named,
+        metavar="FOLDER",
+        help="judge one step that your own loop has written here (docs/extensions/prove.md), by its flags",
+    )
     add("--config", type=named, metavar="FILE", help="YAML file of launch flags; those after -- win")
     add("--seconds", type=float, default=60.0, metavar="S", help="time limit of a case; default: 60")
     add("--report", type=named, metavar="FILE", help="also write an HTML page")
@@ -56,17 +65,23 @@ def main(arguments: list[str], program: str) -> int:
 
 def _print(args: Namespace) -> int:
     from megatron_mtp.extensions.prove.cases import cases_of
+    from megatron_mtp.extensions.prove.grads import proof_of_step
     from megatron_mtp.extensions.prove.proving import prove
     from megatron_mtp.extensions.prove.report import as_json, as_page, as_text
     from megatron_mtp.extensions.prove.shrink import shrink, words_of
 
+    if args.grads is not None and (args.megatron is not None or args.attached or args.all):
+        raise ValueError("--grads judges what your loop has written; leave out --megatron, --attached and --all.")
     if not 0 < args.seconds < 1e6:
         raise ValueError(f"--seconds is {args.seconds}; give a number above 0.")
     words = [*(words_of(args.config) if args.config is not None else []), *args.line]
     if not words:
         raise ValueError("there is no launch line; give its flags after --, or a file of them with --config.")
-    tiny = replace(shrink(words), attached=args.attached)
-    proof = prove(tiny, *cases_of(tiny, args.all), args.megatron, args.seconds)
+    if args.grads is not None:
+        proof = proof_of_step(args.grads, words)
+    else:
+        tiny = replace(shrink(words), attached=args.attached)
+        proof = prove(tiny, *cases_of(tiny, args.all), args.megatron, args.seconds)
     print(json.dumps(as_json(proof)) if args.json else as_text(proof), flush=True)
     if args.report is not None:
         try:

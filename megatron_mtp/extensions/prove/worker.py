@@ -251,7 +251,13 @@ def config_of(job: dict[str, Any], case: dict[str, Any]) -> Any:
         "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
         "squared_relu": lambda x: functional.relu(x).square(),
     }[activation]
-    settings |= {"params_dtype": torch.float32, "pipeline_dtype": torch.float32, "use_cpu_initialization": True}
+    dtype = torch.bfloat16 if case["in_bf16"] else torch.float32
+    settings |= {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": case["in_bf16"],
+        "use_cpu_initialization": True,
+    }
     settings["transformer_impl"] = "local"
     known = {field.name for field in dataclasses.fields(kind)}
     return kind(**{name: value for name, value in settings.items() if name in known})
@@ -527,6 +533,7 @@ def run(job: dict[str, Any], case: dict[str, Any], folder: Path, file: str) -> N
         finalize_model_grads,
     )
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.module import Float16Module
 
     tied, found = job["model"]["tied"], dict[str, Any]()
     without = {name: value for name, value in case["config"].items() if name != "pipeline_model_parallel_layout"}
@@ -541,7 +548,8 @@ def run(job: dict[str, Any], case: dict[str, Any], folder: Path, file: str) -> N
         shards = Shards(config)
         fill(model, shards, tied)
         (folder / f"built-{dist.get_rank()}").write_text("")
-        ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+        whole_model = Float16Module(config, model) if case["in_bf16"] else model
+        ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), whole_model)
         config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, None
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, step(job, settings, ddp, config, attached))
@@ -551,7 +559,8 @@ def run(job: dict[str, Any], case: dict[str, Any], folder: Path, file: str) -> N
     if dist.get_rank() == 0:
         centered = config.layernorm_zero_centered_gamma
         gradients = found["step"]["gradients"]
-        found["weights"] = {name: drawn(name, list(one.shape), centered) for name, one in gradients.items()}
+        dtype = torch.bfloat16 if case["in_bf16"] else torch.float32
+        found["weights"] = {name: drawn(name, list(one.shape), centered).to(dtype) for name, one in gradients.items()}
         torch.save(found, file)
 
 

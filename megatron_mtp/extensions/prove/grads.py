@@ -12,7 +12,7 @@ Labels may be left out, as in reinforcement learning; then they are the next tok
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.extensions.prove.cases import Batch, Case, Layout
-from megatron_mtp.extensions.prove.proving import Judge, Proof
+from megatron_mtp.extensions.prove.proving import Judge, Proof, Verdict
 from megatron_mtp.extensions.prove.reference import Expected, Microbatch, Model, Weights
 from megatron_mtp.extensions.prove.shrink import Tiny, read, shrink
 
@@ -42,10 +42,11 @@ FUSED = (
 """Names of Transformer Engine's fused modules, and those of local ones, which the reference reads."""
 
 
-def proof_of_step(folder: Path, words: Sequence[str]) -> Proof:
-    """The verdict on a step.
+def proof_of_steps(folders: Mapping[str, Path], words: Sequence[str]) -> Proof:
+    """The verdicts on steps.
 
     Args:
+        folders: name of a step to its folder.
         words: launch flags of the run.
 
     Raises:
@@ -53,7 +54,13 @@ def proof_of_step(folder: Path, words: Sequence[str]) -> Proof:
             reference lacks.
     """
     tiny = described(words)
-    tensors = _read(folder)
+    judge = Judge(tiny)
+    verdicts = [_verdict(judge, name, folder) for name, folder in folders.items()]
+    return Proof("", None, tiny, judge.with_causes(verdicts))
+
+
+def _verdict(judge: Judge, step: str, folder: Path) -> Verdict:
+    tiny, tensors = judge.tiny, _read(folder)
     weights, gradients = (_named(tensors, kind) for kind in ("weights", "gradients"))
     if missing := sorted(weights.keys() ^ gradients.keys()):
         raise ValueError(f"--grads {folder}: {missing[0]} has not both a weight and a gradient; write both.")
@@ -61,7 +68,7 @@ def proof_of_step(folder: Path, words: Sequence[str]) -> Proof:
         for each in (weights, gradients):
             each.pop("output_layer.weight", None)
     batches = _batches(folder, tensors)
-    layout = Layout(f"step of {folder}", **{name: size for name, size in tiny.sizes.items() if name != "expert"})
+    layout = Layout(step, **{name: size for name, size in tiny.sizes.items() if name != "expert"})
     case = Case(layout, _kind(batches), bool(tiny.config["calculate_per_token_loss"]), in_bf16=tiny.in_bf16)
     if "losses" in tensors and tensors["losses"].shape != (tiny.depths,):
         raise ValueError(
@@ -70,11 +77,8 @@ def proof_of_step(folder: Path, words: Sequence[str]) -> Proof:
     leaves = {name: weight.double().requires_grad_() for name, weight in weights.items()}
     model = Model(leaves, tiny.config, tiny.model)
     microbatches = [Microbatch.of(batch, layout.context) for batch in batches]
-    judge = Judge(tiny)
-    verdict = judge.of_step(
-        case, model, microbatches, Expected(tensors.get("losses", torch.empty(0)).tolist(), gradients)
-    )
-    return Proof("", None, tiny, judge.with_causes([verdict]))
+    found = Expected(tensors.get("losses", torch.empty(0)).tolist(), gradients)
+    return judge.of_step(case, model, microbatches, found)
 
 
 def described(words: Sequence[str]) -> Tiny:

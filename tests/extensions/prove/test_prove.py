@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
 
-from megatron_mtp.extensions.prove import grads, worker
+from megatron_mtp.extensions.prove import grads, script, worker
 from megatron_mtp.extensions.prove.cases import CP, DP, MICROBATCHES, ONE, Case, batch_of, cases_of
 from megatron_mtp.extensions.prove.command import main
 from megatron_mtp.extensions.prove.hypotheses import hypotheses
@@ -373,6 +373,27 @@ def test_a_step_of_other_weights_has_no_verdict(tmp_path: Path, capsys: pytest.C
     written_step(folder, PAPER)
     assert main(["--grads", str(folder), "--", *STEP_FLAGS, "--qk-layernorm", "--num-layers", "5"], "prove") == 0
     assert "the weights are not those of the flags ('decoder.layers.4" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_script_is_named_and_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, sentence in (
+        (["--script", str(tmp_path / "none.py"), "--", *FLAGS], "none.py is not a file; give your training script"),
+        (["--script", __file__, "--all", "--", *FLAGS], "leave out --grads, --attached and --all"),
+        (["--script", __file__, "--", "--hybrid-layer-pattern", "M-*/*-"], "--script judges GPT models"),
+    ):
+        assert main(arguments, "megatron-mtp prove") == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_a_script_gets_tiny_sizes_and_no_layout() -> None:
+    words = (
+        "--num-layers 61 --num-experts 64 --moe-layer-freq ([0]*3+[1]*58) --mtp-num-layers 2 --lr 1 --swiglu".split()
+    )
+    flags = [*script._flags([*words, "--tensor-model-parallel-size", "8", "--bf16"], shrink(words))]
+    pairs = dict(pairwise(flags))
+    assert (pairs["--num-layers"], pairs["--num-experts"], pairs["--moe-layer-freq"]) == ("4", "4", "[0, 1, 1, 1]")
+    assert "--swiglu" in flags
+    assert not {"--lr", "--tensor-model-parallel-size", "--bf16"} & {*flags}
 
 
 def test_a_folder_without_a_step_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

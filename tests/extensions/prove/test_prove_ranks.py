@@ -117,6 +117,42 @@ def test_a_step_of_a_plain_loop_is_judged(status: int, tmp_path: Path, capfd: py
     assert case["cause"] == ("masks that are never shifted" if status else None)
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("status", [0, 1])
+def test_two_steps_of_a_training_script_are_judged(status: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """With the installed Megatron, and with one whose mask is never shifted."""
+    script = ROOT / "tests/functional/users_pretrain_gpt.py"
+    with planted(MUTANTS[0]) if status else nullcontext() as megatron:
+        own = [] if megatron is None else ["--megatron", str(megatron)]
+        arguments = ["--json", *own, "--script", str(script), "--", *FLAGS.split(), "--bf16"]
+        assert main(arguments, "megatron-mtp prove") == status
+    cases = json.loads(capfd.readouterr().out)["cases"]
+    assert [case["case"] for case in cases] == [f"{script.name}, step {number}, rows" for number in (1, 2)]
+    assert {case["cause"] for case in cases} == {"masks that are never shifted" if status else None}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "raise RuntimeError('no such flag of ours')",
+            "fails on the CPU with tiny sizes (RuntimeError: no such flag of ours)",
+        ),
+        ("print('no training')", "has taken no step of a GPTModel with MTP layers"),
+    ],
+)
+def test_a_script_that_does_not_train_is_a_sentence(
+    text: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert main(["--script", str(script), "--", *FLAGS.split()], "megatron-mtp prove") == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert len(said.splitlines()) == 1
+
+
 HIDDEN = "transformers tokenizers safetensors yaml psutil tqdm huggingface_hub sentencepiece tensorboard datasets"
 """What this package or Megatron's training script needs, and prove does not."""
 

@@ -68,7 +68,8 @@ def _verdict(judge: Judge, step: str, folder: Path) -> Verdict:
         for each in (weights, gradients):
             each.pop("output_layer.weight", None)
     batches = _batches(folder, tensors)
-    layout = Layout(step, **{name: size for name, size in tiny.sizes.items() if name != "expert"})
+    sizes = tiny.sizes
+    layout = Layout(step, sizes["tensor"], sizes["pipeline"], sizes["context"])
     case = Case(layout, _kind(batches), bool(tiny.config["calculate_per_token_loss"]), in_bf16=tiny.in_bf16)
     if "losses" in tensors and tensors["losses"].shape != (tiny.depths,):
         raise ValueError(

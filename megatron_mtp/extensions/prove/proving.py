@@ -414,5 +414,6 @@ def _compared(case: Case, found: Expected, right: Expected, apart: dict[str, flo
 
 def place(verdict: Verdict, proof: Proof) -> str:
     """FILE:LINE of a verdict's cause, in Megatron's own block."""
-    is_elsewhere = verdict.cause is None or proof.source is None or proof.tiny.attached
-    return "" if is_elsewhere else place_of(verdict.cause, proof.source)
+    if verdict.cause is None or proof.source is None or proof.tiny.attached:
+        return ""
+    return place_of(verdict.cause, proof.source)

@@ -37,6 +37,7 @@ GRACE = 3.0
 
 # --- stand-ins for what a CPU lacks ----------------------------------------------------------------------------------
 
+OF_HYBRIDS = "layers of hybrids"
 STAND_INS = {
     "torch.cuda (device, streams, memory, random state)": "Megatron asks for a CUDA device",
     "megatron.core.tensor_parallel.random (state of generators, shared storage)": "it reaches past torch.cuda",
@@ -45,7 +46,7 @@ STAND_INS = {
     "Transformer Engine and Apex": "hidden: Megatron's local layers run",
     "core attention": "the local one has neither packed documents nor context parallelism",
     "norms": "the local ones refuse sequence parallelism",
-    "layers of hybrids": "Megatron's need Transformer Engine, and Mamba's mixer a kernel",
+    OF_HYBRIDS: "Megatron's need Transformer Engine, and Mamba's mixer a kernel",
 }
 """What is not Megatron's own in these runs, and why."""
 
@@ -671,7 +672,8 @@ def main() -> None:
     job, folder = torch.load(sys.argv[1], weights_only=True), Path(sys.argv[2])
     if job["attached"]:
         import megatron_mtp.attach  # noqa: F401
-    said = {"version": megatron.core.__version__, "file": multi_token_prediction.__file__, "stand_ins": STAND_INS}
+    stand_ins = {name: why for name, why in STAND_INS.items() if name != OF_HYBRIDS or "pattern" in job["model"]}
+    said = {"version": megatron.core.__version__, "file": multi_token_prediction.__file__, "stand_ins": stand_ins}
     say({"megatron": said})
     layouts: dict[str, list[int]] = {}
     for number, case in enumerate(job["cases"]):

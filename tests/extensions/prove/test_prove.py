@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
 
-from megatron_mtp.extensions.prove import grads, script, worker
+from megatron_mtp.extensions.prove import grads, proving, script, worker
 from megatron_mtp.extensions.prove.cases import CP, DP, MICROBATCHES, ONE, Case, batch_of, cases_of
 from megatron_mtp.extensions.prove.command import main
 from megatron_mtp.extensions.prove.hypotheses import hypotheses
@@ -183,6 +183,19 @@ def test_a_megatron_that_cannot_be_imported_is_a_sentence(tmp_path: Path, capsys
     assert main(["--megatron", str(tmp_path), "--", *FLAGS], "megatron-mtp prove") == 2
     said = capsys.readouterr().err
     assert "cannot be imported (ImportError: a module of ours is missing)" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_ranks_that_say_nothing_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent = tmp_path / "worker.py"
+    silent.write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setattr(worker, "__file__", str(silent))
+    monkeypatch.setattr(proving, "SILENCE", 0.5)
+    assert main(["--", *FLAGS], "megatron-mtp prove") == 2
+    said = capsys.readouterr().err
+    assert "cannot be imported (no word within" in said
     assert len(said.splitlines()) == 1
 
 

@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "extensions/kernels": {"cli", "common", "spec", "losses", "model", "megatron"},
     "extensions/plan": {"cli", "common", "spec", "checkpoint/hf", "checkpoint/families"},
     "extensions/predict": LOW | {"cli", "data", "model", "decoding"} | CHECKPOINT,
-    "extensions/prove": {"cli", "common", "model", "attach"},
+    "extensions/prove": {"cli", "common", "model", "megatron", "attach"},
     "extensions/report": {"cli", "common", "training"},
 }
 """Room to the other rooms that its files may import from."""

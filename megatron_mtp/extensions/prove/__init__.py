@@ -6,6 +6,9 @@ worker.py      the ranks: a script without this package, which imports the user'
 reference.py   eq. 21-25 of arXiv:2412.19437 in float64, with rules that can be bent
 hypotheses.py  known causes of wrong numbers, as such rules
 proving.py     run the cases and judge them
+grads.py       a step that the user's own loop has written
+script.py      two steps of the user's own training script
+script_worker.py  its process, which writes them
 report.py      the verdicts as text, JSON and HTML
 command.py     megatron-mtp prove
 """

@@ -75,6 +75,7 @@ class Case:
 
     Attributes:
         replicas: data-parallel ranks whose microbatches one process takes.
+        in_bf16: whether parameters and activations are in BF16, and gradients are summed in float32.
     """
 
     layout: Layout
@@ -83,6 +84,7 @@ class Case:
     recompute: dict[str, Any] = field(default_factory=dict)
     own_option: bool = True
     replicas: int = 1
+    in_bf16: bool = False
 
     @property
     def title(self) -> str:
@@ -97,7 +99,7 @@ class Case:
             words.append("recomputed activations")
         if not self.own_option:
             words.append("per-token loss" if self.per_token else "loss of microbatches")
-        return " with ".join(words)
+        return " with ".join(words) + (" in BF16" if self.in_bf16 else "")
 
     @property
     def microbatches(self) -> int:
@@ -161,6 +163,10 @@ def cases_of(tiny: Tiny, everything: bool) -> tuple[list[Case], dict[str, str]]:
 def _of_layout(tiny: Tiny, layout: Layout, per_token: bool, everything: bool) -> Iterator[Case]:
     for batch in TRIED[layout]:
         yield Case(layout, batch, per_token)
+    if tiny.in_bf16 and not tiny.is_hybrid and "num_moe_experts" not in tiny.config:
+        for batch in TRIED[layout]:
+            if batch in ("holes", "packed"):
+                yield Case(layout, batch, per_token, in_bf16=True)
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if layout in (ONE, CP, PP) and (tiny.recompute or everything):
         yield Case(layout, "holes", per_token, tiny.recompute or full)

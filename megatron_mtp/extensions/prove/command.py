@@ -20,6 +20,12 @@ EXAMPLES = """examples:
   # the MTP layers that this package attaches, in the place of Megatron's own
   megatron-mtp prove --attached --all -- $FLAGS
 
+  # two steps of your own training script, on one process, with mock data
+  megatron-mtp prove --megatron /opt/our/Megatron-LM --script /opt/our/Megatron-LM/pretrain_gpt.py -- $FLAGS
+
+  # a step of your own loop, which has written weights, gradients and tokens to a folder
+  megatron-mtp prove --grads step -- $FLAGS
+
   # flags from a YAML file, verdicts as JSON
   megatron-mtp prove --config run.yaml --json
 """
@@ -40,6 +46,13 @@ def parser(program: str) -> Parser:
     add("--megatron", type=named, metavar="DIR", help="checkout of Megatron-LM; default: what Python imports")
     add("--all", action="store_true", help="all layouts and options of the loss, not only those of the launch line")
     add("--attached", action="store_true", help="judge MTP layers of megatron_mtp.attach, not Megatron's own")
+    add("--script", type=named, metavar="FILE", help="judge two steps of your own training script, with mock data")
+    add(
+        "--grads",
+        type=named,
+        metavar="FOLDER",
+        help="judge one step that your own loop has written here (docs/extensions/prove.md), by its flags",
+    )
     add("--config", type=named, metavar="FILE", help="YAML file of launch flags; those after -- win")
     add("--seconds", type=float, default=60.0, metavar="S", help="time limit of a case; default: 60")
     add("--report", type=named, metavar="FILE", help="also write an HTML page")
@@ -56,17 +69,28 @@ def main(arguments: list[str], program: str) -> int:
 
 def _print(args: Namespace) -> int:
     from megatron_mtp.extensions.prove.cases import cases_of
+    from megatron_mtp.extensions.prove.grads import proof_of_steps
     from megatron_mtp.extensions.prove.proving import prove
     from megatron_mtp.extensions.prove.report import as_json, as_page, as_text
+    from megatron_mtp.extensions.prove.script import proof_of_script
     from megatron_mtp.extensions.prove.shrink import shrink, words_of
 
+    if args.script is not None and (args.grads is not None or args.attached or args.all):
+        raise ValueError("--script judges two steps of your script; leave out --grads, --attached and --all.")
+    if args.grads is not None and (args.megatron is not None or args.attached or args.all):
+        raise ValueError("--grads judges what your loop has written; leave out --megatron, --attached and --all.")
     if not 0 < args.seconds < 1e6:
         raise ValueError(f"--seconds is {args.seconds}; give a number above 0.")
     words = [*(words_of(args.config) if args.config is not None else []), *args.line]
     if not words:
         raise ValueError("there is no launch line; give its flags after --, or a file of them with --config.")
-    tiny = replace(shrink(words), attached=args.attached)
-    proof = prove(tiny, *cases_of(tiny, args.all), args.megatron, args.seconds)
+    if args.grads is not None:
+        proof = proof_of_steps({f"step of {args.grads}": args.grads}, words)
+    elif args.script is not None:
+        proof = proof_of_script(args.script, words, args.megatron)
+    else:
+        tiny = replace(shrink(words), attached=args.attached)
+        proof = prove(tiny, *cases_of(tiny, args.all), args.megatron, args.seconds)
     print(json.dumps(as_json(proof)) if args.json else as_text(proof), flush=True)
     if args.report is not None:
         try:

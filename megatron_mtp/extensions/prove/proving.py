@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from math import inf
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -41,6 +42,9 @@ from megatron_mtp.extensions.prove.shrink import Tiny
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 2e-5, 3e-4
 """Relative: of a logged loss, and of a gradient's largest entry; float32 against float64 differs by 1e-6 and 3e-6."""
+
+LOSS_IN_BF16, GRADIENT_IN_BF16 = 4e-3, 0.1
+"""The same in BF16, of a gradient's norm: right cases differ by up to 1.3e-3 and 0.065 (docs/extensions/prove.md)."""
 
 SILENCE = 240.0
 """Seconds without a word from the ranks after which all of them are ended."""
@@ -81,13 +85,14 @@ class Proof:
     """All verdicts about a Megatron.
 
     Attributes:
-        version, source: Megatron's version, and its multi_token_prediction.py.
+        version, source: Megatron's version, and its multi_token_prediction.py; "" and None for a step that a loop of
+            the user's has written.
         stand_ins: what is not Megatron's own in these runs, and why.
         skipped: layout to the reason why it has no case.
     """
 
     version: str
-    source: Path
+    source: Path | None
     tiny: Tiny
     verdicts: list[Verdict]
     stand_ins: dict[str, str] = field(default_factory=dict)
@@ -145,6 +150,7 @@ def _ranks(
                 "layout": vars(case.layout) | {"ranks": case.layout.ranks},
                 "batch": case.batch,
                 "config": case.settings(tiny.depths),
+                "in_bf16": case.in_bf16,
                 "microbatches": case.microbatches // case.layout.data,
             }
             for case in cases
@@ -246,9 +252,24 @@ class Judge:
             return self._beside_one_process(case, found, step, control, self.alone.get(same))
         if words := self._trunk_off(model, batches, case, found):
             return Verdict(case, NOT_RUN, words=words)
+        return self._of_equations(case, model, batches, step, found["step"]["apart"])
+
+    def of_step(self, case: Case, model: Model, batches: Sequence[Microbatch], step: Expected) -> Verdict:
+        """Of a step that the user's own loop has written."""
+        try:
+            unknown = _unused(model, batches[0])
+        except (KeyError, RuntimeError, IndexError) as error:
+            return Verdict(case, NOT_RUN, words=f"the weights are not those of the flags ({_short(error)})")
+        if used := [name for name in unknown if float(step.gradients[name].abs().max()) > 0]:
+            return Verdict(case, NOT_RUN, words=f"it has weights of its own ({', '.join(used)[:80]})")
+        return self._of_equations(case, model, batches, step, {})
+
+    def _of_equations(
+        self, case: Case, model: Model, batches: Sequence[Microbatch], step: Expected, apart: dict[str, float]
+    ) -> Verdict:
         right = expected(model, batches, case.per_token, ATTACHED if self.tiny.attached and case.per_token else PAPER)
-        verdict = _compared(case, step, right, found["step"]["apart"])
-        if verdict.status == WRONG:
+        verdict = _compared(case, step, right, apart)
+        if verdict.status == WRONG and not case.in_bf16:
             self.candidates[id(case)] = self._causes(case, model, batches, step, right)
         return verdict
 
@@ -271,7 +292,7 @@ class Judge:
                 main = sum(float((values * mask).sum()) for (values, mask), *_ in map(model.losses, batches))
             unknown = _unused(model, batches[0])
         except (KeyError, RuntimeError) as error:
-            return f"a weight is missing or has another shape ({' '.join(str(error).split())[:80]})"
+            return f"a weight is missing or has another shape ({_short(error)})"
         if abs(sum(found["control"]["main"]) - main) > LOSS_TOLERANCE * main:
             return "its trunk has another loss"
         gradients: Weights = found["step"]["gradients"]
@@ -326,19 +347,29 @@ class Judge:
             found = [model.losses(batch, rule) for batch in batches]
             logged, _ = total_of(model, batches, found, case.per_token, rule)
         silent = not step.logged and rule.factor == 0
-        if not silent and not _near(step.logged, logged):
+        if not silent and not _near(step.logged, logged, case.in_bf16):
             return False
         bent = expected(model, batches, case.per_token, rule)
         return _compared(case, step, Expected([], bent.gradients) if silent else bent, {}).status == RIGHT
 
     def with_causes(self, verdicts: list[Verdict]) -> list[Verdict]:
-        """The verdicts, each with the cause that explains the most cases of those that fit it."""
+        """The verdicts, each with the cause that explains the most cases of those that fit it.
+
+        Many causes are within the bounds of BF16: a case takes that of the same case in float32.
+        """
         counts = Counter(hypothesis for fitting in self.candidates.values() for hypothesis in fitting)
         found = []
         for verdict in verdicts:
-            fitting = self.candidates.get(id(verdict.case), [])
+            case = verdict.case
+            if case.in_bf16 and verdict.status == WRONG:
+                case = next((one.case for one in verdicts if one.case == replace(case, in_bf16=False)), case)
+            fitting = self.candidates.get(id(case), [])
             found.append(replace(verdict, cause=max(fitting, key=lambda one: counts[one], default=None)))
         return found
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:80]
 
 
 def _of_trunk(verdict: Verdict) -> str:
@@ -353,24 +384,27 @@ def _unused(model: Model, batch: Microbatch) -> list[str]:
     return [name for name, one in zip(model.weights, gradients, strict=True) if one is None]
 
 
-def _near(found: Sequence[float], right: Sequence[float]) -> bool:
+def _near(found: Sequence[float], right: Sequence[float], in_bf16: bool) -> bool:
+    tolerance = LOSS_IN_BF16 if in_bf16 else LOSS_TOLERANCE
     return len(found) == len(right) and all(
-        abs(one - other) <= LOSS_TOLERANCE * max(abs(other), 1e-6) for one, other in zip(found, right, strict=True)
+        abs(one - other) <= tolerance * max(abs(other), 1e-6) for one, other in zip(found, right, strict=True)
     )
 
 
 def _compared(case: Case, found: Expected, right: Expected, apart: dict[str, float]) -> Verdict:
     """Whether losses and all gradients agree, and copies of weights with each other."""
-    largest = max(float(one.abs().max()) for one in right.gradients.values())
-    far = {}
+    order = 2.0 if case.in_bf16 else inf
+    sizes = {name: float(one.double().norm(order)) for name, one in right.gradients.items()}
+    least, far = 1e-4 * max(sizes.values()), {}
     for name, gradient in right.gradients.items():
-        size = max(float(gradient.abs().max()), 1e-4 * largest)
-        far[name] = max(float((found.gradients[name].double() - gradient).abs().max()) / size, apart.get(name, 0.0))
-    wrong = [name for name, distance in far.items() if not distance <= GRADIENT_TOLERANCE]
+        distance = float((found.gradients[name].double() - gradient).norm(order)) / max(sizes[name], least)
+        far[name] = max(distance, apart.get(name, 0.0))
+    tolerance = GRADIENT_IN_BF16 if case.in_bf16 else GRADIENT_TOLERANCE
+    wrong = [name for name, distance in far.items() if not distance <= tolerance]
     worst = max(far, key=lambda name: far[name])
     return Verdict(
         case,
-        RIGHT if not wrong and _near(found.logged, right.logged) else WRONG,
+        RIGHT if not wrong and _near(found.logged, right.logged, case.in_bf16) else WRONG,
         tuple(found.logged),
         tuple(right.logged),
         (worst, far[worst]) if wrong else ("", 0.0),
@@ -379,5 +413,7 @@ def _compared(case: Case, found: Expected, right: Expected, apart: dict[str, flo
 
 
 def place(verdict: Verdict, proof: Proof) -> str:
-    """FILE:LINE of a verdict's cause."""
-    return "" if verdict.cause is None else place_of(verdict.cause, proof.source)
+    """FILE:LINE of a verdict's cause, in Megatron's own block."""
+    if verdict.cause is None or proof.source is None or proof.tiny.attached:
+        return ""
+    return place_of(verdict.cause, proof.source)

@@ -8,7 +8,17 @@ from textwrap import wrap
 from typing import Any
 
 from megatron_mtp.extensions.prove.cases import MICROBATCHES, Case
-from megatron_mtp.extensions.prove.proving import BASE, NOT_RUN, RIGHT, WRONG, Proof, Verdict, place
+from megatron_mtp.extensions.prove.proving import (
+    BASE,
+    GRADIENT_IN_BF16,
+    LOSS_IN_BF16,
+    NOT_RUN,
+    RIGHT,
+    WRONG,
+    Proof,
+    Verdict,
+    place,
+)
 from megatron_mtp.extensions.prove.shrink import HIDDEN, LAYERS, POSITIONS
 
 WIDTH = 120
@@ -23,6 +33,10 @@ CONVENTION = (
 OF_ATTACHED = (
     f"{MEANS}microbatches weigh the same. With --calculate-per-token-loss it is the sum over its targets, divided by "
     "those of the main loss in the global batch."
+)
+IN_BF16 = (
+    f"In BF16 within {GRADIENT_IN_BF16:.0%} of the norm of a gradient and {LOSS_IN_BF16:.1%} of a loss, which are "
+    "measured."
 )
 BY_ONE = (
     "Judged by one process, not by equations, which do not describe this model: a layout is right where logged losses "
@@ -55,11 +69,12 @@ def titles(cases: Iterable[Case]) -> str:
 
 def _head(proof: Proof) -> list[str]:
     tiny = proof.tiny
-    folder = proof.source.parents[3]
+    if proof.source is None:
+        return wrap(_convention(proof), WIDTH)
     lines = wrap(
         f"{'MTP layers of megatron_mtp.attach on ' if tiny.attached else ''}"
-        f"Megatron-Core {proof.version} of {folder}, shrunk to {LAYERS} layers of {HIDDEN}, {POSITIONS} tokens, "
-        f"{MICROBATCHES} microbatches; on the CPU over gloo.",
+        f"Megatron-Core {proof.version} of {proof.source.parents[3]}, shrunk to {LAYERS} layers of {HIDDEN}, "
+        f"{POSITIONS} tokens, {MICROBATCHES} microbatches; on the CPU over gloo.",
         WIDTH,
     )
     lines += wrap(BY_ONE if _by_one(proof) else _convention(proof), WIDTH)
@@ -76,7 +91,8 @@ def _by_one(proof: Proof) -> bool:
 
 
 def _convention(proof: Proof) -> str:
-    return OF_ATTACHED if proof.tiny.attached else CONVENTION
+    by_equations = OF_ATTACHED if proof.tiny.attached else CONVENTION
+    return f"{by_equations} {IN_BF16}" if any(verdict.case.in_bf16 for verdict in proof.verdicts) else by_equations
 
 
 def _wrong(proof: Proof) -> Iterator[tuple[list[Case], Verdict]]:
@@ -110,16 +126,18 @@ def explained(verdict: Verdict, proof: Proof) -> str:
     """What is wrong in a case, and why."""
     parts = [numbers(verdict)]
     cause = verdict.cause
-    if cause is not None and proof.tiny.attached:
-        parts.append(f"The attached layers' numbers are those of {cause.words}.")
-    elif cause is not None:
-        parts.append(f"Megatron's numbers are those of {cause.words} ({place(verdict, proof)}).")
+    if cause is not None:
+        whose = "The attached layers'" if proof.tiny.attached else "Megatron's"
+        where = place(verdict, proof)
+        parts.append(f"{whose} numbers are those of {cause.words}{f' ({where})' if where else ''}.")
         if cause.rule.divisor == "ranks" and not verdict.case.per_token:
             parts.append("Megatron's main loss does the same without --calculate-per-token-loss.")
-        if cause.known:
+        if cause.known and not proof.tiny.attached:
             parts.append(f"Known: {', '.join(f'NVIDIA/Megatron-LM#{number}' for number in cause.known)}.")
     elif verdict.convention == "1 process":
         parts.append("The cause is not looked for, which takes the equations.")
+    elif verdict.case.in_bf16:
+        parts.append("A cause is looked for in float32 alone.")
     elif not verdict.words:
         parts.append("No known cause gives these numbers.")
     return " ".join(parts)
@@ -150,7 +168,7 @@ def as_json(proof: Proof) -> dict[str, Any]:
     """Everything, in plain values."""
     tiny = proof.tiny
     return {
-        "megatron": {"version": proof.version, "file": str(proof.source)},
+        "megatron": proof.source and {"version": proof.version, "file": str(proof.source)},
         "right": proof.is_right,
         "attached": proof.tiny.attached,
         "convention": BY_ONE if _by_one(proof) else _convention(proof),

@@ -15,7 +15,7 @@ SYMBOLS, MOST_KINDS = "M*-E", 4
 MAMBA = {"mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_num_heads": 8}
 LATENT = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
 
-PRECISION = re.compile(r"--(bf16|fp16|fp8|fp4|first-last-layers-bf16|attention-softmax-in-fp32|te-precision)\b")
+PRECISION = re.compile(r"--(fp16|fp8|fp4|first-last-layers-bf16|attention-softmax-in-fp32|te-precision)\b")
 
 REFUSED = {
     "--experimental-attention-variant": "its layers need kernels that run on a GPU alone",
@@ -61,7 +61,7 @@ READ = """
     --tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size --expert-model-parallel-size
     --hybrid-layer-pattern --hybrid-override-pattern --is-hybrid-model --mamba-state-dim --mamba-head-dim
     --mamba-num-groups --mamba-num-heads --sequence-parallel --pipeline-model-parallel-layout --micro-batch-size
-    --global-batch-size
+    --global-batch-size --bf16
 """.split()
 
 
@@ -80,6 +80,7 @@ class Tiny:
         changed: what the tiny model has for what, a phrase each.
         left_out: flag to what the tiny model has instead.
         unread: flags that have no part in the loss.
+        in_bf16: whether it trains in BF16, which then has cases beside those in float32.
         attached: whether its MTP layers are those that this package attaches, not Megatron's own.
     """
 
@@ -92,6 +93,7 @@ class Tiny:
     changed: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    in_bf16: bool = False
     attached: bool = False
 
     @property
@@ -194,8 +196,11 @@ class _Line:
         return text
 
 
-def shrink(words: Sequence[str]) -> Tiny:
+def shrink(words: Sequence[str], keeps_sizes: bool = False) -> Tiny:
     """The tiny model of a launch line.
+
+    Args:
+        keeps_sizes: whether it has the sizes of the line, as a step of the user's own does.
 
     Raises:
         ValueError: a value is wrong, there are no MTP layers, or the model is of a kind that cannot be shrunk.
@@ -213,6 +218,8 @@ def shrink(words: Sequence[str]) -> Tiny:
 
     def sized(flag: str, tiny: int) -> int:
         if flag in flags and (given := line.whole(flag, tiny)) != tiny:
+            if keeps_sizes:
+                return given
             changed.append(f"{flag} {tiny} for {given}")
         return tiny
 
@@ -249,7 +256,7 @@ def shrink(words: Sequence[str]) -> Tiny:
     }
     heads = line.whole("--num-attention-heads", HEADS)
     grouped = line.has("--group-query-attention") and line.whole("--num-query-groups", 1) < heads
-    config["num_query_groups"] = sized("--num-query-groups", GROUPS) if grouped else HEADS
+    config["num_query_groups"] = sized("--num-query-groups", GROUPS) if grouped else config["num_attention_heads"]
     if line.has("--multi-latent-attention"):
         config |= _latent(line, sized)
     if line.has("--num-experts"):
@@ -290,6 +297,7 @@ def shrink(words: Sequence[str]) -> Tiny:
         recompute=_recompute(line),
         changed=tuple(changed),
         left_out=left_out,
+        in_bf16=line.has("--bf16"),
         unread=tuple(flag for flag in flags if flag not in READ and flag not in left_out),
     )
 
@@ -316,7 +324,7 @@ def _activation(line: _Line) -> str:
 
 def _latent(line: _Line, sized: Any) -> dict[str, Any]:
     """Fields of multi-latent attention."""
-    config: dict[str, Any] = {"multi_latent_attention": True, "rope_type": "rope", "num_query_groups": HEADS}
+    config: dict[str, Any] = {"multi_latent_attention": True, "rope_type": "rope"}
     config["rotary_base"] = line.number("--rotary-base", 10000)
     for name, tiny in LATENT.items():
         config[name] = sized(f"--{name.replace('_', '-')}", tiny)

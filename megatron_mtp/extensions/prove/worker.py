@@ -37,6 +37,7 @@ GRACE = 3.0
 
 # --- stand-ins for what a CPU lacks ----------------------------------------------------------------------------------
 
+OF_HYBRIDS = "layers of hybrids"
 STAND_INS = {
     "torch.cuda (device, streams, memory, random state)": "Megatron asks for a CUDA device",
     "megatron.core.tensor_parallel.random (state of generators, shared storage)": "it reaches past torch.cuda",
@@ -45,7 +46,7 @@ STAND_INS = {
     "Transformer Engine and Apex": "hidden: Megatron's local layers run",
     "core attention": "the local one has neither packed documents nor context parallelism",
     "norms": "the local ones refuse sequence parallelism",
-    "layers of hybrids": "Megatron's need Transformer Engine, and Mamba's mixer a kernel",
+    OF_HYBRIDS: "Megatron's need Transformer Engine, and Mamba's mixer a kernel",
 }
 """What is not Megatron's own in these runs, and why."""
 
@@ -251,7 +252,13 @@ def config_of(job: dict[str, Any], case: dict[str, Any]) -> Any:
         "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
         "squared_relu": lambda x: functional.relu(x).square(),
     }[activation]
-    settings |= {"params_dtype": torch.float32, "pipeline_dtype": torch.float32, "use_cpu_initialization": True}
+    dtype = torch.bfloat16 if case["in_bf16"] else torch.float32
+    settings |= {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": case["in_bf16"],
+        "use_cpu_initialization": True,
+    }
     settings["transformer_impl"] = "local"
     known = {field.name for field in dataclasses.fields(kind)}
     return kind(**{name: value for name, value in settings.items() if name in known})
@@ -527,6 +534,7 @@ def run(job: dict[str, Any], case: dict[str, Any], folder: Path, file: str) -> N
         finalize_model_grads,
     )
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.module import Float16Module
 
     tied, found = job["model"]["tied"], dict[str, Any]()
     without = {name: value for name, value in case["config"].items() if name != "pipeline_model_parallel_layout"}
@@ -541,7 +549,8 @@ def run(job: dict[str, Any], case: dict[str, Any], folder: Path, file: str) -> N
         shards = Shards(config)
         fill(model, shards, tied)
         (folder / f"built-{dist.get_rank()}").write_text("")
-        ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+        whole_model = Float16Module(config, model) if case["in_bf16"] else model
+        ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), whole_model)
         config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, None
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, step(job, settings, ddp, config, attached))
@@ -551,7 +560,8 @@ def run(job: dict[str, Any], case: dict[str, Any], folder: Path, file: str) -> N
     if dist.get_rank() == 0:
         centered = config.layernorm_zero_centered_gamma
         gradients = found["step"]["gradients"]
-        found["weights"] = {name: drawn(name, list(one.shape), centered) for name, one in gradients.items()}
+        dtype = torch.bfloat16 if case["in_bf16"] else torch.float32
+        found["weights"] = {name: drawn(name, list(one.shape), centered).to(dtype) for name, one in gradients.items()}
         torch.save(found, file)
 
 
@@ -662,7 +672,8 @@ def main() -> None:
     job, folder = torch.load(sys.argv[1], weights_only=True), Path(sys.argv[2])
     if job["attached"]:
         import megatron_mtp.attach  # noqa: F401
-    said = {"version": megatron.core.__version__, "file": multi_token_prediction.__file__, "stand_ins": STAND_INS}
+    stand_ins = {name: why for name, why in STAND_INS.items() if name != OF_HYBRIDS or "pattern" in job["model"]}
+    said = {"version": megatron.core.__version__, "file": multi_token_prediction.__file__, "stand_ins": stand_ins}
     say({"megatron": said})
     layouts: dict[str, list[int]] = {}
     for number, case in enumerate(job["cases"]):

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
 
-from megatron_mtp.extensions.prove import worker
+from megatron_mtp.extensions.prove import grads, proving, script, worker
 from megatron_mtp.extensions.prove.cases import CP, DP, MICROBATCHES, ONE, Case, batch_of, cases_of
 from megatron_mtp.extensions.prove.command import main
 from megatron_mtp.extensions.prove.hypotheses import hypotheses
@@ -64,7 +65,8 @@ def test_a_launch_line_shrinks_and_says_what_changed() -> None:
     assert tiny.depths == 3
     assert "--mtp-num-layers 3 for 5" in tiny.changed
     assert "--hidden-size 32 for 7168" in tiny.changed
-    assert tiny.left_out == {"--bf16": "float32 instead", "--fp8-format": "float32 instead"}
+    assert tiny.left_out == {"--fp8-format": "float32 instead"}
+    assert tiny.in_bf16
     assert tiny.unread == ("--lr",)
 
 
@@ -93,6 +95,19 @@ def test_a_hybrid_keeps_its_kinds_of_layers_and_its_depths(flag: str) -> None:
         (batch, per_token) for batch in ("holes", "packed") for per_token in (False, True)
     }
     assert skipped["MTP stage of its own"] == "a hybrid has its MTP layers on the last stage"
+
+
+def test_a_launch_line_in_bf16_has_cases_in_bf16_beside_those_in_float32() -> None:
+    cases, _ = cases_of(shrink([*FLAGS, "--bf16"]), everything=False)
+    half = [case.title for case in cases if case.in_bf16]
+    assert half == [
+        f"{layout}, {batch} in BF16"
+        for layout in ("1 process", "DP 2")
+        for batch in ("masked rows", "packed documents")
+    ]
+    assert len(cases) == len(half) + len(cases_of(TINY, everything=False)[0])
+    experts, _ = cases_of(shrink([*FLAGS, "--bf16", "--num-experts", "8"]), everything=True)
+    assert not any(case.in_bf16 for case in experts)
 
 
 def test_cases_are_those_of_the_launch_line_and_all_are_more() -> None:
@@ -168,6 +183,19 @@ def test_a_megatron_that_cannot_be_imported_is_a_sentence(tmp_path: Path, capsys
     assert main(["--megatron", str(tmp_path), "--", *FLAGS], "megatron-mtp prove") == 2
     said = capsys.readouterr().err
     assert "cannot be imported (ImportError: a module of ours is missing)" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_ranks_that_say_nothing_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent = tmp_path / "worker.py"
+    silent.write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setattr(worker, "__file__", str(silent))
+    monkeypatch.setattr(proving, "SILENCE", 0.5)
+    assert main(["--", *FLAGS], "megatron-mtp prove") == 2
+    said = capsys.readouterr().err
+    assert "cannot be imported (no word within" in said
     assert len(said.splitlines()) == 1
 
 
@@ -249,6 +277,148 @@ def test_ranks_hold_a_chunk_and_its_mirror_image() -> None:
     ]
 
 
+# --- a step of one's own --------------------------------------------------------------------------------------------
+
+
+STEP_FLAGS = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --normalization RMSNorm --swiglu --vocab-size 96 "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --mtp-num-layers 2 --position-embedding-type none "
+    "--hidden-dropout 0 --attention-dropout 0 --seq-length 24"
+).split()
+
+
+def test_sizes_that_a_launch_line_leaves_out_are_megatrons() -> None:
+    words = "--mtp-num-layers 5 --hidden-size 64 --num-attention-heads 8 --position-embedding-type rope"
+    dropout = "--hidden-dropout 0 --attention-dropout 0"
+    config = grads.described(f"{words} {dropout}".split()).config
+    sizes = [config[name] for name in ("kv_channels", "num_query_groups", "mtp_num_layers", "num_attention_heads")]
+    assert sizes == [8, 8, 5, 8]
+    config = grads.described(
+        f"{words} {dropout} --multi-latent-attention --rope-type rope --v-head-dim 9".split()
+    ).config
+    assert [config[name] for name in ("kv_lora_rank", "qk_head_dim", "v_head_dim")] == [32, 128, 9]
+
+
+def written_step(folder: Path, rule: Rule, *changes: Callable[[dict[str, Tensor]], Any]) -> Path:
+    """A step of a loop whose MTP loss follows a rule: two microbatches of packed documents."""
+    weights = weights_of(TINY)
+    batches = [batch_of("packed", number) for number in range(2)]
+    found = expected(Model(weights, TINY.config, TINY.model), [Microbatch.of(one, 1) for one in batches], False, rule)
+    tensors = {"losses": torch.tensor(found.logged)}
+    for name, weight in weights.items():
+        tensors[f"weights.module.{name}"] = weight.detach().float()
+        tensors[f"gradients.module.{name}"] = found.gradients[name].float()
+    for number, batch in enumerate(batches):
+        assert batch.labels is not None
+        tensors |= {f"microbatches.{number}.{name}": getattr(batch, name) for name in ("tokens", "labels")}
+        tensors[f"microbatches.{number}.loss_mask"] = batch.mask
+        tensors[f"microbatches.{number}.cu_seqlens"] = torch.tensor(batch.held)
+    for change in changes:
+        change(tensors)
+    folder.mkdir(exist_ok=True)
+    save_file({name: one.contiguous() for name, one in tensors.items()}, folder / "step.safetensors")
+    return folder
+
+
+def test_a_step_of_ones_own_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = written_step(tmp_path / "step", PAPER)
+    assert main(["--grads", str(folder), "--", *STEP_FLAGS], "megatron-mtp prove") == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Judged by eq. 21-25")
+    assert f"right step of {folder} (packed documents)" in " ".join(said.split())
+    written_step(folder, Rule(follow="buffer"))
+    assert main(["--json", "--grads", str(folder), "--", *STEP_FLAGS], "megatron-mtp prove") == 1
+    case = json.loads(capsys.readouterr().out)["cases"][0]
+    assert (case["status"], case["cause"]) == ("WRONG", "documents that run into each other")
+
+
+def test_names_of_transformer_engine_are_those_of_local_modules() -> None:
+    given = {
+        "module.module.decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_bias": "pre_mlp_layernorm.bias",
+        "decoder.layers.0.mlp.experts.linear_fc1.weight12": "mlp.experts.local_experts.12.linear_fc1.weight",
+        "mtp.layers.0.transformer_layer.self_attention.linear_kv_up_proj.layer_norm_weight": (
+            "self_attention.kv_layernorm.weight"
+        ),
+    }
+    named = [*grads._named({f"weights.{name}": torch.ones(1) for name in given}, "weights")]
+    assert [name.split(".", 3)[3].removeprefix("mtp_model_layer.") for name in named] == [*given.values()]
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "sentence"),
+    [
+        (lambda tensors: tensors.clear(), [], "has no microbatches.0.tokens"),
+        (
+            lambda tensors: tensors.pop("gradients.module.output_layer.weight"),
+            [],
+            "has not both a weight and a gradient",
+        ),
+        (lambda tensors: tensors.update(losses=torch.ones(3)), [], "losses has not the shape [2]"),
+        (lambda tensors: tensors.update({"microbatches.1.labels": torch.ones(1, 23)}), [], "are not all [rows, S]"),
+        (None, ["--window-size", "128"], "cannot judge a step with --window-size"),
+        (None, ["--bf16", "--num-experts", "8"], "cannot judge experts in BF16"),
+        (None, ["--hybrid-layer-pattern", "M-*/*-"], "cannot judge a step with the layers of a hybrid"),
+        (None, ["--hidden-dropout", "0.1"], "dropout"),
+    ],
+)
+def test_a_step_that_cannot_be_judged_is_refused_in_a_sentence(
+    change: Callable[[dict[str, Tensor]], Any] | None,
+    flags: list[str],
+    sentence: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = written_step(tmp_path / "step", PAPER, *filter(None, [change]))
+    assert main(["--grads", str(folder), "--", *STEP_FLAGS, *flags], "megatron-mtp prove") == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_step_of_other_weights_has_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def extended(tensors: dict[str, Tensor]) -> None:
+        tensors |= {"weights.adapter": torch.ones(3), "gradients.adapter": torch.ones(3)}
+
+    folder = written_step(tmp_path / "step", PAPER, extended)
+    assert main(["--grads", str(folder), "--", *STEP_FLAGS], "megatron-mtp prove") == 0
+    assert "it has weights of its own (adapter)" in " ".join(capsys.readouterr().out.split())
+    written_step(folder, PAPER)
+    assert main(["--grads", str(folder), "--", *STEP_FLAGS, "--qk-layernorm", "--num-layers", "5"], "prove") == 0
+    assert "the weights are not those of the flags ('decoder.layers.4" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_script_is_named_and_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, sentence in (
+        (["--script", str(tmp_path / "none.py"), "--", *FLAGS], "none.py is not a file; give your training script"),
+        (["--script", __file__, "--all", "--", *FLAGS], "leave out --grads, --attached and --all"),
+        (["--script", __file__, "--", "--hybrid-layer-pattern", "M-*/*-"], "--script judges GPT models"),
+    ):
+        assert main(arguments, "megatron-mtp prove") == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_a_script_gets_tiny_sizes_and_no_layout() -> None:
+    words = (
+        "--num-layers 61 --num-experts 64 --moe-layer-freq ([0]*3+[1]*58) --mtp-num-layers 2 --lr 1 --swiglu".split()
+    )
+    flags = [*script._flags([*words, "--tensor-model-parallel-size", "8", "--bf16"], shrink(words))]
+    pairs = dict(pairwise(flags))
+    assert (pairs["--num-layers"], pairs["--num-experts"], pairs["--moe-layer-freq"]) == ("4", "4", "[0, 1, 1, 1]")
+    assert "--swiglu" in flags
+    assert not {"--lr", "--tensor-model-parallel-size", "--bf16"} & {*flags}
+
+
+def test_a_folder_without_a_step_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--grads", str(tmp_path), "--", *STEP_FLAGS], "megatron-mtp prove") == 2
+    assert "holds no *.safetensors" in capsys.readouterr().err
+    (tmp_path / "step.safetensors").write_bytes(b"no tensors")
+    assert main(["--grads", str(tmp_path), "--", *STEP_FLAGS], "megatron-mtp prove") == 2
+    assert "cannot be read" in capsys.readouterr().err
+    assert main(["--all", "--grads", str(tmp_path), "--", *STEP_FLAGS], "megatron-mtp prove") == 2
+    assert "leave out --megatron, --attached and --all" in capsys.readouterr().err
+
+
 # --- causes ----------------------------------------------------------------------------------------------------------
 
 
@@ -323,6 +493,32 @@ def test_attached_layers_divide_a_per_token_loss_by_the_targets_of_the_main_loss
     event = told(tmp_path, case, weights_of(TINY), Rule(divisor="main"))
     assert judged(event, case, attached).status == RIGHT
     assert judged(told(tmp_path, case, weights_of(TINY), PAPER), case, attached).status == WRONG
+
+
+def test_a_case_in_bf16_has_bounds_of_its_own_and_the_cause_of_float32(tmp_path: Path, proof: Proof) -> None:
+    weights, case = weights_of(TINY), Case(ONE, "holes", False)
+    in_bf16 = replace(case, in_bf16=True)
+    noise = torch.Generator().manual_seed(2)
+    event = told(tmp_path, in_bf16, weights, PAPER)
+    content = torch.load(event["file"])
+    for name, one in content["step"]["gradients"].items():
+        content["step"]["gradients"][name] = one * (1 + 0.06 * torch.randn(one.shape, generator=noise))
+    content["control"]["gradients"] = {name: 1.05 * one for name, one in content["control"]["gradients"].items()}
+    torch.save(content, event["file"])
+    judge = Judge(TINY)
+    assert judge.verdict(case, told(tmp_path, case, weights, PAPER)).status == RIGHT
+    torch.save(content, event["file"])
+    assert judge.verdict(in_bf16, event).status == RIGHT
+    torch.save(content, event["file"])
+    assert judge.verdict(case, event).status == NOT_RUN
+    rule = Rule(masks="never")
+    found = [judge.verdict(one, told(tmp_path, one, weights, rule)) for one in (case, in_bf16)]
+    verdicts = judge.with_causes(found)
+    assert [verdict.status for verdict in verdicts] == [WRONG, WRONG]
+    assert [verdict.cause and verdict.cause.words for verdict in verdicts] == ["masks that are never shifted"] * 2
+    said = " ".join(as_text(replace(proof, verdicts=verdicts)).split())
+    assert "WRONG 1 process (masked rows, masked rows in BF16)" in said
+    assert "In BF16 within 10% of the norm of a gradient" in said
 
 
 def test_numbers_of_no_known_cause_are_wrong_without_one(tmp_path: Path) -> None:

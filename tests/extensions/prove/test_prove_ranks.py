@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,6 +94,63 @@ def test_a_hybrid_is_right_by_one_process_where_a_gpt_is() -> None:
     assert by_layout.pop("1 process") == {BASE}
     assert by_layout == {name: {WRONG if name in wrong else RIGHT} for name in by_layout}
     assert len(by_layout) == 6
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_step_of_a_plain_loop_is_judged(status: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of the installed Megatron, and of one whose mask is never shifted."""
+    flags = (
+        "--num-layers 2 --hidden-size 48 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+        "--ffn-hidden-size 64 --vocab-size 96 --mtp-num-layers 1 --position-embedding-type rope --qk-layernorm "
+        "--swiglu --hidden-dropout 0 --attention-dropout 0"
+    ).split()
+    folder, own_step = tmp_path / "step", Path(__file__).with_name("own_step.py")
+    with planted(MUTANTS[0]) if status else nullcontext() as megatron:
+        paths = os.pathsep.join(map(str, filter(None, (megatron, ROOT))))
+        environment = {**os.environ, "PYTHONPATH": paths, "TORCH_COMPILE_DISABLE": "1"}
+        command = [sys.executable, str(own_step), str(folder), *flags]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert main(["--json", "--grads", str(folder), "--", *flags], "megatron-mtp prove") == status
+    case = json.loads(capfd.readouterr().out)["cases"][0]
+    assert case["cause"] == ("masks that are never shifted" if status else None)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("status", [0, 1])
+def test_two_steps_of_a_training_script_are_judged(status: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """With the installed Megatron, and with one whose mask is never shifted."""
+    script = ROOT / "tests/functional/users_pretrain_gpt.py"
+    with planted(MUTANTS[0]) if status else nullcontext() as megatron:
+        own = [] if megatron is None else ["--megatron", str(megatron)]
+        arguments = ["--json", *own, "--script", str(script), "--", *FLAGS.split(), "--bf16"]
+        assert main(arguments, "megatron-mtp prove") == status
+    cases = json.loads(capfd.readouterr().out)["cases"]
+    assert [case["case"] for case in cases] == [f"{script.name}, step {number}, rows" for number in (1, 2)]
+    assert {case["cause"] for case in cases} == {"masks that are never shifted" if status else None}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "raise RuntimeError('no such flag of ours')",
+            "fails on the CPU with tiny sizes (RuntimeError: no such flag of ours)",
+        ),
+        ("print('no training')", "has taken no step of a GPTModel with MTP layers"),
+    ],
+)
+def test_a_script_that_does_not_train_is_a_sentence(
+    text: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert main(["--script", str(script), "--", *FLAGS.split()], "megatron-mtp prove") == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert len(said.splitlines()) == 1
 
 
 HIDDEN = "transformers tokenizers safetensors yaml psutil tqdm huggingface_hub sentencepiece tensorboard datasets"

@@ -125,6 +125,12 @@ class MTPConfig:
         metavar="DIR",
     )
 
+    mtp_state_cache: str | None = _flag(
+        None,
+        "Folder in which the frozen trunk's states are kept; later trainings on the same text read them. "
+        "Default: none.",
+        metavar="DIR",
+    )
     mtp_patience: int | None = _flag(
         None,
         "Stop after N evaluations without a longer expected accepted length, and keep the best checkpoint. "

@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import mpu
@@ -52,7 +52,11 @@ from megatron_mtp.spec.config import HEADS, HeadSettings, MTPConfig, drafted_ste
 from megatron_mtp.spec.head import blocks_of
 from megatron_mtp.training.documents import numbers_of_contexts
 from megatron_mtp.training.metrics import Metrics
+from megatron_mtp.training.row_keys import Rows, keys_of
 from megatron_mtp.training.short_log import say
+
+if TYPE_CHECKING:
+    from megatron_mtp.training.state_cache import StateCache
 
 SPIKE = 10
 """`--check-for-spiky-loss` reports a loss that is this many times the largest so far."""
@@ -91,6 +95,7 @@ class ForwardStep:
     settings: MTPConfig
     metrics: Metrics
     _named: int | None = field(default=None, init=False)  # the phase that the log named last
+    _cache: "StateCache | None" = field(default=None, init=False)
 
     @cached_property
     def _phases(self) -> list[list[_Learner]]:
@@ -123,6 +128,8 @@ class ForwardStep:
         most = max((learner.head.depths for learner in self._learners), default=0)
         batch, depths = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"), most)
         timers("batch-generator").stop()
+        if get_args().mtp_state_cache is not None:
+            self._state_cache(model).expect(batch["rows"])
 
         inputs = batch["tokens"], batch["position_ids"], batch["attention_mask"]
         named = {
@@ -144,6 +151,18 @@ class ForwardStep:
 
         plan = HeadsSchedulePlan(model, *inputs, **named, output_processor=loss_of)
         return plan, lambda loss: self.loss(replace(outputs.pop(), loss=loss))
+
+    def _state_cache(self, model: Any) -> "StateCache":
+        if self._cache is None:
+            from megatron_mtp.training.state_cache import StateCache
+
+            self._cache = StateCache(get_attr_wrapped_model(model, "mtp_attached"), get_args())
+        return self._cache
+
+    def close(self) -> None:
+        """Write what --mtp-state-cache has not written yet."""
+        if self._cache is not None:
+            self._cache.close()
 
     def loss(self, output: ObjectiveOutput) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Megatron's loss function: the loss, the tokens to divide it by, and what to log, each as [sum, tokens]."""
@@ -255,6 +274,7 @@ def get_batch(
 
     Keys are Megatron's: `tokens`, `labels`, `loss_mask` and `position_ids` [B, S], `attention_mask`, and of packed rows
     `cu_seqlens` and `cu_seqlens_padded`, which stay on the host. On a stage that needs no data every entry is None.
+    `rows` says which rows these are, for --mtp-state-cache.
     """
     args = get_args()
     if not reads_data(vp_stage):
@@ -292,6 +312,9 @@ def get_batch(
     if batch["cu_seqlens"] is not None:
         offsets = loaded if tp_rank == 0 else batch  # the others wait for the broadcast
         batch.update({name: None if batch[name] is None else offsets[name].cpu() for name in OFFSETS})
+    keys = [] if args.mtp_state_cache is None else keys_of(batch, args.reset_attention_mask)
+    is_joined, ranks_RS = batch["cu_seqlens"] is not None, None
+    if is_joined:
         join_rows(batch)
     depths = None
     if batch["labels"] is not None:
@@ -306,9 +329,11 @@ def get_batch(
     if group.size() > 1 and reads_positions(vp_stage):
         whole_BS = batch["labels"] if batch["tokens"] is None else batch["tokens"]
         offsets = torch.tensor([0, whole_BS.size(1)]) if batch["cu_seqlens"] is None else _offsets(batch)
-        positions_S = positions_of_ranks(offsets, group.size())[group.rank()]
+        ranks_RS = positions_of_ranks(offsets, group.size())
+        positions_S = ranks_RS[group.rank()]
         keep_positions(batch, to_device(positions_S, whole_BS.device))
         depths = None if depths is None else depths.at(positions_S)
+    batch["rows"] = Rows(keys, is_joined, ranks_RS)
     return batch, depths
 
 

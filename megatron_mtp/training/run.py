@@ -119,6 +119,7 @@ def train(
     """
     settings = config.model.mtp
     metrics = Metrics(None if settings.mtp_metrics_dir is None else Path(settings.mtp_metrics_dir), reporter)
+    step = ForwardStep(settings, metrics)
     pretrain_arguments.setdefault("get_embedding_ranks", get_embedding_ranks)
     saving.BEFORE_SAVES[:] = [lambda checkpoint: keep_tokenizer(get_args(), checkpoint)]
     with (
@@ -130,7 +131,7 @@ def train(
                 config,
                 datasets_provider,
                 ModelType.encoder_or_decoder,
-                ForwardStep(settings, metrics),
+                step,
                 non_loss_data_func=metrics.end_evaluation,
                 **pretrain_arguments,
             )
@@ -141,6 +142,8 @@ def train(
                 if metrics.unsaved is not None:
                     raise InputError(f"{metrics.unsaved}; free some, and run the command again.") from None
             raise
+        finally:
+            step.close()
     if metrics.best is not None and get_args().do_valid:  # the last state is saved by now, and evaluated
         assert metrics.step is not None
         if metrics.best.learn(metrics.step.number, metrics.validated):

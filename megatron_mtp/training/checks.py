@@ -91,6 +91,8 @@ def _of_the_run(args: Namespace) -> Sentences:
         )
     if args.mtp_state_cache is not None:  # ours
         yield from _of_state_cache(args)
+    if args.mtp_draft_prompts is not None:  # ours
+        yield from _of_draft_prompts(args)
     if args.mtp_patience is not None and not args.skip_train:  # ours
         if args.save is None or not args.eval_interval:
             yield "--mtp-patience was given without --save or --eval-interval, and keeps what is best there; add both."
@@ -134,6 +136,23 @@ def _of_state_cache(args: Namespace) -> Sentences:
         )
     if args.use_megatron_fsdp or args.use_torch_fsdp2:
         yield f"{flag} with FSDP, whose weights a rank does not hold; give --use-distributed-optimizer in its place."
+
+
+def _of_draft_prompts(args: Namespace) -> Sentences:
+    """Ours: what drafting at evaluations cannot do."""
+    file, *more = args.mtp_draft_prompts
+    if len(more) > 1 or not all(number.isdecimal() and int(number) for number in more):
+        yield f"--mtp-draft-prompts is {' '.join(args.mtp_draft_prompts)}; give a file, and 1 or more prompts."
+    if not Path(file).is_file():
+        yield f"--mtp-draft-prompts: '{file}' is no file; give JSON lines with a key 'prompt'."
+    if args.tokenizer_type != "HuggingFaceTokenizer":
+        yield f"--mtp-draft-prompts was given with --tokenizer-type {args.tokenizer_type}; give HuggingFaceTokenizer."
+    if args.world_size != args.tensor_model_parallel_size:
+        yield (
+            f"--mtp-draft-prompts was given on {args.world_size} ranks with --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size}, and drafts only on ranks that share one model by tensor parallelism; "
+            "drop the flag, and measure checkpoints by megatron-mtp generate."
+        )
 
 
 def _of_data(args: Namespace) -> Sentences:

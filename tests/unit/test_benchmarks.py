@@ -129,6 +129,7 @@ SMOKE = {
     "shift": [],
     "long_text": [],
     "head_life": [],
+    "recipes": [],
     "windows": [],
 }
 """Flags beside --quick. gpu_check.py is run by test_gpu_check.py."""

@@ -186,9 +186,8 @@ def recipes(wanted: Namespace) -> Found:
     quick = wanted.place == "quick"
     model = wanted.trunk.model if wanted.trunk else None
     trunks = [wanted.trunk.name] if wanted.trunk else [*TRUNKS][: 1 if quick else None]
-    steps, domains, contexts = (wanted.steps or (4 if quick else 300)), DOMAINS, CONTEXTS
-    if quick:
-        domains, contexts = DOMAINS[:1], CONTEXTS[:1]
+    steps, least = wanted.steps or (4 if quick else 300), 1 if quick else None
+    domains, contexts = DOMAINS[:least], CONTEXTS[:least]
     place = wanted.folder / wanted.place / (wanted.trunk.name if model else "")
     bench = Bench(place, model, steps, 24 if quick else 160)
     for trunk in trunks:
@@ -253,7 +252,7 @@ def ranks_table(
     lengths: dict[str, tuple[float, float]], records: dict[Cell, dict[str, Any]], domains: tuple[str, ...]
 ) -> Table:
     """A row for each recipe, the best first."""
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for recipe in sorted(lengths, key=lambda name: -lengths[name][0]):
         length, error = lengths[recipe]
         own = {cell: found for cell, found in records.items() if cell.recipe == recipe}

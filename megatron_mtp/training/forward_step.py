@@ -217,7 +217,8 @@ class ForwardStep:
             )
             for each in self._learners
         ]
-        return NextTokensObjective(heads, settings.mtp_linear_ce_main or settings.mtp_train_only, trains_trunk)
+        known = None if self._cache is None or trains_trunk else self._cache.main_loss
+        return NextTokensObjective(heads, settings.mtp_linear_ce_main or settings.mtp_train_only, trains_trunk, known)
 
 
 def _fraction(learner: _Learner) -> float:

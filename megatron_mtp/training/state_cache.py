@@ -2,7 +2,8 @@
 
 The trunk's layers are skipped where all rows of a microbatch are in the store; else they run, and what they return is
 stored. What heads read is the same, bit by bit. Rows are known by their content (`row_keys.py`), so order, seed, loss,
-kind of head, learning rate and number of ranks may change.
+kind of head, learning rate and number of ranks may change. The trunk's loss, which is only logged, is stored for a
+whole microbatch.
 
 Whole rows are stored: a rank of context or sequence parallelism reads a row and takes its part.
 
@@ -10,7 +11,7 @@ Letters in names: S sequence, B batch, H hidden, R context-parallel ranks.
 """
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +22,15 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from megatron_mtp.common.errors import InputError
+from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.data.checks import read_index, vocabulary_digest
+from megatron_mtp.losses.objective import LossSum
 from megatron_mtp.megatron.model_arguments import MODEL_ARGUMENTS
 from megatron_mtp.model.frozen import trunk_modules
 from megatron_mtp.training.documents import named_prefixes
 from megatron_mtp.training.row_keys import Rows
 from megatron_mtp.training.short_log import say
-from megatron_mtp.training.state_store import HIDDEN, StateStore, column_of
+from megatron_mtp.training.state_store import HIDDEN, LOSS, StateStore, column_of
 
 if TYPE_CHECKING:
     from megatron_mtp.model.trained_stage import TrainedStage
@@ -52,26 +55,35 @@ class StateCache:
 
     def __init__(self, stage: "TrainedStage", args: Namespace) -> None:
         self._stage, self._rows = stage, Rows([], False)
+        self._last = self._rows
         decoder = stage.model.decoder
         self._decode = decoder.forward
         self._read_batches = self._run_batches = 0
         self.columns = [HIDDEN, *map(column_of, stage.read.numbers)]
         identity = _identity(stage.model, args)
-        try:
-            if args.rank == 0:
-                self.store = StateStore(Path(args.mtp_state_cache), identity)
-                row_bytes = len(self.columns) * args.seq_length * args.hidden_size * args.params_dtype.itemsize
-                needed = self.store.check_room(_rows_of_run(args), row_bytes)
-                say(
-                    f"> --mtp-state-cache {args.mtp_state_cache} has {len(self.store)} rows; this run adds "
-                    f"{needed / 1e9:.1f} GB at most"
-                )
-            torch.distributed.barrier()
-            if args.rank != 0:
-                self.store = StateStore(Path(args.mtp_state_cache), identity)
-        except ValueError as error:
-            raise InputError(str(error)) from error
+        refused: list[str | None] = [None]
+        if args.rank == 0:
+            try:
+                self.store = self._opened(args, identity)
+            except ValueError as error:
+                refused = [str(error)]
+        torch.distributed.broadcast_object_list(refused, 0)
+        if refused[0] is not None:
+            raise InputError(refused[0])
+        if args.rank != 0:
+            self.store = StateStore(Path(args.mtp_state_cache), identity)
         decoder.forward = self._forward
+
+    def _opened(self, args: Namespace, identity: dict[str, Any]) -> StateStore:
+        """The store, with room for this run."""
+        store = StateStore(Path(args.mtp_state_cache), identity)
+        row_bytes = len(self.columns) * args.seq_length * args.hidden_size * args.params_dtype.itemsize
+        needed = store.check_room(_rows_of_run(args), row_bytes)
+        say(
+            f"> --mtp-state-cache {args.mtp_state_cache} has {len(store)} rows; this run adds {needed / 1e9:.1f} GB "
+            "at most"
+        )
+        return store
 
     def expect(self, rows: Rows) -> None:
         """Say which rows the next forward of the model has."""
@@ -86,13 +98,13 @@ class StateCache:
 
     def _forward(self, *given: Any, **named: Any) -> Any:
         """In the place of the decoder's forward."""
-        rows, self._rows = self._rows, Rows([], False)
+        rows, self._rows, self._last = self._rows, Rows([], False), self._rows
         if not rows.keys:  # not of a batch
             return self._decode(*given, **named)
         if self._is_there(rows):
-            hidden_SBH, *read = (self._own_part(self._read(rows, column), rows) for column in self.columns)
+            hidden_SBH, *states = (self._own_part(self._read(rows, column), rows) for column in self.columns)
             self._read_batches += 1
-            self._stage.read.after.update(zip(self._stage.read.numbers, read, strict=True))
+            self._stage.read.after.update(zip(self._stage.read.numbers, states, strict=True))
             return hidden_SBH
         self._run_batches += 1
         hidden_SBH = self._decode(*given, **named)
@@ -102,16 +114,23 @@ class StateCache:
 
     def _is_there(self, rows: Rows) -> bool:
         """Return whether the trunk need not run: the same on all ranks that compute it together."""
-        is_missing = self.store.missing(rows.keys, self.columns)
-        groups = [mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()]
-        if mpu.get_expert_model_parallel_world_size() > 1:
-            groups = [torch.distributed.group.WORLD]
-        for group in groups:
-            if torch.distributed.get_world_size(group) > 1:
-                lacks = torch.tensor([is_missing], dtype=torch.int32).cuda()
-                torch.distributed.all_reduce(lacks, torch.distributed.ReduceOp.MAX, group=group)
-                is_missing = bool(lacks.item())
-        return not is_missing
+        if self.store.missing(rows.keys, self.columns):
+            self.store.refresh()  # other ranks write as well
+        return not _on_some_rank(self.store.missing(rows.keys, self.columns))
+
+    def main_loss(self, batch: DepthBatch, compute: Callable[[], LossSum]) -> LossSum:
+        """The trunk's loss of the microbatch whose forward has just run, by `compute` unless it is known."""
+        made = blake2b(b"".join(self._last.keys) + bytes([mpu.get_context_parallel_rank()]), digest_size=16)
+        for value in (batch.labels_BS, batch.loss_mask_BS):
+            made.update(value.cpu().contiguous().numpy().tobytes())
+        key = made.digest()
+        if not _on_some_rank(self.store.missing([key], [LOSS])):
+            total = self.store.read(key, LOSS)[0].to(batch.labels_BS.device)
+            return LossSum(total, batch.loss_mask_BS.float().sum(), batch.whole_tokens[0])
+        loss = compute()
+        if not mpu.get_tensor_model_parallel_rank():
+            self.store.add(key, {LOSS: loss.total.detach().cpu().view(1)})
+        return loss
 
     def _read(self, rows: Rows, column: str) -> Tensor:
         return torch.stack([self.store.read(key, column) for key in rows.keys])
@@ -132,7 +151,7 @@ class StateCache:
         whole = [self._whole(part_SBH.detach(), rows) for part_SBH in parts]
         if mpu.get_tensor_model_parallel_rank() or mpu.get_context_parallel_rank():
             return
-        length = sum(states.size(0) * states.size(1) for states in whole[:1]) // len(rows.keys)
+        length = whole[0].size(0) * whole[0].size(1) // len(rows.keys)
         as_rows = [
             (states.flatten(0, 1).view(len(rows.keys), length, -1) if rows.is_joined else states.transpose(0, 1)).cpu()
             for states in whole
@@ -152,6 +171,19 @@ class StateCache:
         torch.distributed.all_gather(parts, part_SBH.contiguous(), group=group)
         joined, order = torch.cat(parts), rows.positions_RS.flatten().to(part_SBH.device)
         return joined[order.argsort()]
+
+
+def _on_some_rank(is_missing: bool) -> bool:
+    """Return whether something is missing on any of the ranks that compute a forward together."""
+    groups = [mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()]
+    if mpu.get_expert_model_parallel_world_size() > 1:
+        groups = [torch.distributed.group.WORLD]
+    for group in groups:
+        if torch.distributed.get_world_size(group) > 1:
+            lacks = torch.tensor([is_missing], dtype=torch.int32).cuda()
+            torch.distributed.all_reduce(lacks, torch.distributed.ReduceOp.MAX, group=group)
+            is_missing = bool(lacks.item())
+    return is_missing
 
 
 # --- what the states are of -------------------------------------------------------------------------------------------

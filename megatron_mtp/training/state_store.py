@@ -3,7 +3,8 @@
 DIR/states.json         what all rows are of: trunk, tokenizer, corpus, sequence length, dtype; each by its digest
 DIR/NAME.safetensors    some rows: "keys" [N, 16], and of each column that they have a tensor [N, S, H]
 
-A column is `HIDDEN`, the trunk's output, or what a layer of it returns (`column_of`). A shard is written beside its
+A column is `HIDDEN`, the trunk's output, or what a layer of it returns (`column_of`). The trunk's loss of a microbatch,
+`LOSS`, stands there as a row of its own, of one number. A shard is written beside its
 place, put on the disk and renamed, so a process that ends at any moment leaves whole shards alone. Shards have names of
 their own: several processes write at once.
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from megatron_mtp.common.files import written_beside
 
-MANIFEST, KEYS, HIDDEN = "states.json", "keys", "hidden"
+MANIFEST, KEYS, HIDDEN, LOSS = "states.json", "keys", "hidden", "loss"
 SHARD = 256 * 2**20
 """Bytes of states that are kept in memory before they are written."""
 
@@ -74,8 +75,8 @@ class StateStore:
         self.refresh()
 
     def __len__(self) -> int:
-        """Rows with some column."""
-        return len({key for of in (self._places, self._new) for keys in of.values() for key in keys})
+        """Rows of states."""
+        return len({key for of in (self._places, self._new) for key in of.get(HIDDEN, ())})
 
     def refresh(self) -> None:
         """Take in shards that were written since, by other processes too. Raises ValueError where one is damaged."""
@@ -83,7 +84,7 @@ class StateStore:
             if file in self._files:
                 continue
             try:
-                opened = safe_open(file, "pt")
+                opened: Any = safe_open(file, "pt")
                 keys = [row.numpy().tobytes() for row in opened.get_tensor(KEYS)]
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"--mtp-state-cache: '{file}' is damaged ({error}); remove it.") from error

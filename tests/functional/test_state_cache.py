@@ -109,7 +109,7 @@ def test_another_head_loss_seed_and_length_read_the_same_states(trunks: Path, da
     log = train(tmp_path, data, "drafter", f"{flags} {HEADS['eagle3']} --mtp-loss ce")
     assert "the trunk ran for 0 of " in log
     columns = {name for file in (tmp_path / "states").glob("*.safetensors") for name in load_file(file)}
-    assert columns == {"keys", "hidden", "layer 1", "layer 2", "layer 3"}
+    assert columns == {"keys", "loss", "hidden", "layer 1", "layer 2", "layer 3"}
 
 
 def test_states_of_something_else_are_refused(trunks: Path, data: Path, tmp_path: Path) -> None:

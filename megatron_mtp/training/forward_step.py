@@ -126,9 +126,10 @@ class ForwardStep:
         timers = get_timers()
         timers("batch-generator", log_level=2).start()
         most = max((learner.head.depths for learner in self._learners), default=0)
-        batch, depths = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"), most)
+        keeps_states = self.settings.mtp_state_cache is not None
+        batch, depths = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"), most, keeps_states)
         timers("batch-generator").stop()
-        if get_args().mtp_state_cache is not None:
+        if keeps_states:
             self._state_cache(model).expect(batch["rows"])
 
         inputs = batch["tokens"], batch["position_ids"], batch["attention_mask"]
@@ -269,13 +270,13 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask",
 
 
 def get_batch(
-    data_iterator: Iterator[Any] | None, vp_stage: int | None, count: int
+    data_iterator: Iterator[Any] | None, vp_stage: int | None, count: int, keeps_states: bool = False
 ) -> tuple[dict[str, Any], DepthBatch | None]:
     """This rank's part of the next microbatch, with so many MTP layers' entries where there are labels.
 
     Keys are Megatron's: `tokens`, `labels`, `loss_mask` and `position_ids` [B, S], `attention_mask`, and of packed rows
     `cu_seqlens` and `cu_seqlens_padded`, which stay on the host. On a stage that needs no data every entry is None.
-    `rows` says which rows these are, for --mtp-state-cache.
+    With `keeps_states`, `rows` names the rows, for --mtp-state-cache.
     """
     args = get_args()
     if not reads_data(vp_stage):
@@ -313,7 +314,7 @@ def get_batch(
     if batch["cu_seqlens"] is not None:
         offsets = loaded if tp_rank == 0 else batch  # the others wait for the broadcast
         batch.update({name: None if batch[name] is None else offsets[name].cpu() for name in OFFSETS})
-    keys = [] if args.mtp_state_cache is None else keys_of(batch, args.reset_attention_mask)
+    keys = keys_of(batch, args.reset_attention_mask) if keeps_states else []
     is_joined, ranks_RS = batch["cu_seqlens"] is not None, None
     if is_joined:
         join_rows(batch)
@@ -334,7 +335,8 @@ def get_batch(
         positions_S = ranks_RS[group.rank()]
         keep_positions(batch, to_device(positions_S, whole_BS.device))
         depths = None if depths is None else depths.at(positions_S)
-    batch["rows"] = Rows(keys, is_joined, ranks_RS)
+    if keeps_states:
+        batch["rows"] = Rows(keys, is_joined, ranks_RS)
     return batch, depths
 
 

@@ -130,6 +130,7 @@ SMOKE = {
     "long_text": [],
     "head_life": [],
     "recipes": [],
+    "state_cache": [],
     "windows": [],
 }
 """Flags beside --quick. gpu_check.py is run by test_gpu_check.py."""

@@ -136,8 +136,8 @@ class Bench:
         (folder / "finished").touch()
 
     def record(self, cell: Cell) -> dict[str, Any]:
-        """The record of a cell, which is trained unless it has been; one that fails says why."""
-        if cell.name not in self.cells:
+        """The record of a cell, which is trained unless it has been; one that failed is tried again, and says why."""
+        if "failed" in self.cells.get(cell.name, {"failed": "never tried"}):
             try:
                 self.cells[cell.name] = self._trained(cell)
             except VerbError as error:

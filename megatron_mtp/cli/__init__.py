@@ -6,6 +6,7 @@ convert.py     Hugging Face folders and Megatron checkpoints
 convert_plans.py      the conversion that a command asks for
 convert_text.py       acceptance on the text of --text
 train.py       pretraining on Megatron's loop
+live_drafts.py        drafting at the evaluations of a run
 generate.py    texts of a checkpoint
 terminal.py    prompts of the command line, text on a terminal, flags of verbs that run a model
 cost.py        prompts under one clock, compared with plain decoding; acceptance, speed, energy

@@ -78,9 +78,10 @@ def main(arguments: list[str], program: str) -> int:
             return 0
         argv = with_file(program, given, rest)
         if given.dry_run is None:
+            from megatron_mtp.cli.live_drafts import LiveDrafts
             from megatron_mtp.training.run import main as train
 
-            train(argv, on_cpu)
+            train(argv, on_cpu, measure=LiveDrafts())
             return 0
         from megatron_mtp.training.dry_run import plan
         from megatron_mtp.training.startup import explained

@@ -28,6 +28,7 @@ machine, and the rules in this room (draft, sampling, verifiers) do not.
     engine.py            continuous batching: requests join and leave between steps; the size of the memory;
                          generate(): prompts in, sequences and statistics out, by an engine of their own
     load.py              a checkpoint folder to a runner
+    live.py              a runner of a model that goes on training, with its parameters
     update_weights.py    new weights for a running engine
 """
 

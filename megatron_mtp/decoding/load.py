@@ -155,7 +155,7 @@ def load_checkpoint(
             f"({Symbols.DS_ATTENTION}); draft with another model."
         )
     stored_dtype = reader.dtype(EMBEDDING)
-    of_model = _config(args, stored_dtype, f"{flag} {folder}")
+    of_model = drafting_config(args, stored_dtype, f"{flag} {folder}")
     of_model.draft_vocabulary = stored_draft_vocabulary(iteration, of_model.mtp.drafter is not None)
     model = build(of_model)
     fill(model, reader)
@@ -172,7 +172,7 @@ def load_checkpoint(
     return Loaded(runner, tokenizer)
 
 
-def _config(stored: Namespace, dtype: torch.dtype, name: str) -> MTPModelConfig:
+def drafting_config(stored: Namespace, dtype: torch.dtype, name: str) -> MTPModelConfig:
     """The model alone, as conversions have it, cut over all ranks: nothing of a run's layout, fusions and precisions.
 
     One rank drafts without TE's modules: Megatron's own can be part of a CUDA graph, or have short layers.

@@ -11,6 +11,7 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -91,17 +92,20 @@ class NextTokensObjective:
         heads: of the model's draft heads, in their order.
         linear_main: whether the trunk's loss is made in chunks, as the depths' are.
         trains_trunk: whether the trunk's loss is part of the loss.
+        known_main: gives the trunk's loss of a microbatch, or calls what computes it; None to compute it.
     """
 
     heads: Sequence["HeadObjective"] = ()
     linear_main: bool = False
     trains_trunk: bool = True
+    known_main: Callable[[DepthBatch, Callable[[], LossSum]], LossSum] | None = None
 
     def __call__(self, stage: StageOutput) -> ObjectiveOutput:
         """Called by the model, with the microbatch of every head."""
         assert stage.batches is not None
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains_trunk):
-            main = self._main(stage.hidden_SBH, stage.head, stage.batches[0])
+            batch, computed = stage.batches[0], partial(self._main, stage.hidden_SBH, stage.head, stage.batches[0])
+            main = computed() if self.known_main is None else self.known_main(batch, computed)
         made = [head(stage.hidden_SBH, drafted) for head, drafted in zip(self.heads, stage.drafted, strict=True)]
         return ObjectiveOutput(sum((each.loss for each in made), main.total), main, made)
 

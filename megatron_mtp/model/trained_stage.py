@@ -114,6 +114,11 @@ class TrainedStage(Attachment):
         return objective(StageOutput(hidden_SBH, self.head(gathers), drafted, batches))
 
     @property
+    def read(self) -> ReadStates:
+        """The states of the trunk's layers that a drafter reads."""
+        return self._read
+
+    @property
     def _comes_after_heads(self) -> bool:
         """Return whether this is the last stage, and an earlier one holds the heads."""
         return bool(self.model.post_process and self._heads.plans and not self.heads)

@@ -134,6 +134,19 @@ class MTPConfig:
         metavar="DIR",
     )
 
+    mtp_draft_prompts: Sequence[str] | None = _flag(
+        None,
+        "At evaluations, also draft for the first N prompts (default: 8) of this JSON-lines file and log the accepted "
+        "length as tau_real. Default: off.",
+        nargs="+",
+        metavar=("FILE", "N"),
+    )
+    mtp_state_cache: str | None = _flag(
+        None,
+        "Folder in which the frozen trunk's states are kept; later trainings on the same text read them. "
+        "Default: none.",
+        metavar="DIR",
+    )
     mtp_patience: int | None = _flag(
         None,
         "Stop after N evaluations without a longer expected accepted length, and keep the best checkpoint. "

@@ -12,6 +12,9 @@ startup.py           how a run ends that cannot start: one sentence, and the tra
 loading.py           whether what --load names can be loaded; the draft vocabulary that it or the flags give
 datasets.py          Megatron's data sets, by Megatron's flags, also of answers; chats made into one, and packed
 forward_step.py      the forward step for Megatron's schedules: batch, model, loss function; which stages read batches
+row_keys.py          the rows of a microbatch, by digests of their content
+state_cache.py       states of a frozen trunk in the place of its layers (--mtp-state-cache)
+state_store.py       these on a disk: rows by digest, in shards
 parameter_group.py   a learning rate, gradient norm and clip of the MTP layers' own
 metrics.py           table, TensorBoard, W&B and metrics.jsonl of loss, acceptance by depth and costs of a step
 best_state.py        the best state of a run, kept beside its iterations, and an end where it no longer grows

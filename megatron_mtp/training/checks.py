@@ -65,6 +65,7 @@ def check_flags(args: Namespace, settings: MTPConfig) -> None:
         split_weights(args.split)  # silent: Megatron takes the numbers in any text
     check_supported(args)
     _check_folder("--mtp-metrics-dir", args.mtp_metrics_dir)  # ours
+    _check_folder("--mtp-state-cache", args.mtp_state_cache)  # ours
     _check_folder("--save", args.save)  # silent until the first checkpoint
     of_depths = _without_depths(args, settings) if args.mtp_num_layers is None else _with_depths(args)
     for sentence in chain(_of_the_run(args), _of_data(args), _of_hybrids(args), of_depths, _of_shared_keys(args)):
@@ -88,6 +89,10 @@ def _of_the_run(args: Namespace) -> Sentences:
             "--overlap-moe-expert-parallel-comm was given with --mtp-train-only, but its schedule takes gradients of "
             "every layer, and those of the trunk have none; drop one of the two."
         )
+    if args.mtp_state_cache is not None:  # ours
+        yield from _of_state_cache(args)
+    if args.mtp_draft_prompts is not None:  # ours
+        yield from _of_draft_prompts(args)
     if args.mtp_patience is not None and not args.skip_train:  # ours
         if args.save is None or not args.eval_interval:
             yield "--mtp-patience was given without --save or --eval-interval, and keeps what is best there; add both."
@@ -112,6 +117,42 @@ def _of_the_run(args: Namespace) -> Sentences:
         )
     if args.full_validation and not args.multiple_validation_sets:  # silent until the end of the run
         yield "--full-validation works with --multiple-validation-sets alone; give both, or neither."
+
+
+def _of_state_cache(args: Namespace) -> Sentences:
+    """Ours: states that would not be those of the trunk, or that nothing would read."""
+    flag = f"--mtp-state-cache {args.mtp_state_cache} was given"
+    if not (args.mtp_train_only or args.skip_train):
+        yield f"{flag}, and the trunk is trained, so its states change; give --mtp-train-only, or drop the flag."
+    if args.pipeline_model_parallel_size > 1:
+        yield (
+            f"{flag} with --pipeline-model-parallel-size {args.pipeline_model_parallel_size}, but earlier stages would "
+            "have nothing to do; give 1."
+        )
+    if args.moe_expert_capacity_factor is not None:
+        yield (
+            f"{flag} with --moe-expert-capacity-factor, by which the states of a row depend on others; drop one "
+            "of the two."
+        )
+    if args.use_megatron_fsdp or args.use_torch_fsdp2:
+        yield f"{flag} with FSDP, whose weights a rank does not hold; give --use-distributed-optimizer in its place."
+
+
+def _of_draft_prompts(args: Namespace) -> Sentences:
+    """Ours: what drafting at evaluations cannot do."""
+    file, *more = args.mtp_draft_prompts
+    if len(more) > 1 or not all(number.isdecimal() and int(number) for number in more):
+        yield f"--mtp-draft-prompts is {' '.join(args.mtp_draft_prompts)}; give a file, and 1 or more prompts."
+    if not Path(file).is_file():
+        yield f"--mtp-draft-prompts: '{file}' is no file; give JSON lines with a key 'prompt'."
+    if args.tokenizer_type != "HuggingFaceTokenizer":
+        yield f"--mtp-draft-prompts was given with --tokenizer-type {args.tokenizer_type}; give HuggingFaceTokenizer."
+    if args.world_size != args.tensor_model_parallel_size:
+        yield (
+            f"--mtp-draft-prompts was given on {args.world_size} ranks with --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size}, and drafts only on ranks that share one model by tensor parallelism; "
+            "drop the flag, and measure checkpoints by megatron-mtp generate."
+        )
 
 
 def _of_data(args: Namespace) -> Sentences:

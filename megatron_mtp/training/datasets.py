@@ -7,6 +7,7 @@ masks all but the answers that a model has written itself, and `PackedChats` pac
 import os
 from argparse import Namespace
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from time import monotonic, sleep
@@ -98,8 +99,8 @@ def _kind(args: Namespace) -> type[GPTDataset]:
     if args.mock_data:
         return MockGPTDataset
     if args.mtp_mask_prompts:
-        return AnswersDataset
-    return TextDataset
+        return AnswersDataset if args.mtp_state_cache is None else AnswersCutOnce
+    return TextDataset if args.mtp_state_cache is None else TextCutOnce
 
 
 _SAME_NAME = (
@@ -221,6 +222,49 @@ def read_answers(prefix: str) -> np.ndarray:
             "megatron-mtp sample again with --overwrite."
         )
     return found
+
+
+# --- text that is cut once --------------------------------------------------------------------------------------------
+
+
+class _CutOnce(GPTDataset):
+    """Before a class of text: its samples are the same in every epoch and for every seed, which draw their order alone.
+
+    Megatron shuffles the documents of all epochs together before it cuts them, so that another seed or another number
+    of epochs makes other samples, whose states --mtp-state-cache would not have.
+    """
+
+    def __init__(
+        self,
+        indexed_dataset: Any,
+        dataset_path: str,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        self._wanted, self._seed = num_samples, config.random_seed
+        same = replace(config, random_seed=0)
+        super().__init__(indexed_dataset, dataset_path, indices, None, index_split, same)
+
+    @override
+    def __len__(self) -> int:
+        return self._wanted or super().__len__()
+
+    @override
+    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
+        rows = super().__len__()
+        epoch, place = divmod(idx or 0, rows)
+        sample: dict[str, torch.Tensor] = super().__getitem__(_order(self._seed, rows, epoch)[place])
+        return sample
+
+
+class TextCutOnce(_CutOnce, TextDataset):
+    """Of text."""
+
+
+class AnswersCutOnce(_CutOnce, AnswersDataset):
+    """Of answers."""
 
 
 # --- chats -----------------------------------------------------------------------------------------------------------

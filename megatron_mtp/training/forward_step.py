@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import mpu
@@ -50,7 +50,11 @@ from megatron_mtp.model.stage_output import StageOutput
 from megatron_mtp.spec.config import HEADS, HeadSettings, MTPConfig, drafted_steps, heads_of, trained_depths
 from megatron_mtp.training.documents import numbers_of_contexts
 from megatron_mtp.training.metrics import Metrics
+from megatron_mtp.training.row_keys import Rows, keys_of
 from megatron_mtp.training.short_log import say
+
+if TYPE_CHECKING:
+    from megatron_mtp.training.state_cache import StateCache
 
 SPIKE = 10
 """`--check-for-spiky-loss` reports a loss that is this many times the largest so far."""
@@ -86,6 +90,7 @@ class ForwardStep:
     settings: MTPConfig
     metrics: Metrics
     _named: int | None = field(default=None, init=False)  # the phase that the log named last
+    _cache: "StateCache | None" = field(default=None, init=False)
 
     @cached_property
     def _phases(self) -> list[list[_Learner]]:
@@ -116,8 +121,11 @@ class ForwardStep:
         timers = get_timers()
         timers("batch-generator", log_level=2).start()
         most = max((learner.head.depths for learner in self._learners), default=0)
-        batch, depths = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"), most)
+        keeps_states = self.settings.mtp_state_cache is not None
+        batch, depths = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"), most, keeps_states)
         timers("batch-generator").stop()
+        if keeps_states:
+            self._state_cache(model).expect(batch["rows"])
 
         inputs = batch["tokens"], batch["position_ids"], batch["attention_mask"]
         named = {
@@ -139,6 +147,18 @@ class ForwardStep:
 
         plan = HeadsSchedulePlan(model, *inputs, **named, output_processor=loss_of)
         return plan, lambda loss: self.loss(replace(outputs.pop(), loss=loss))
+
+    def _state_cache(self, model: Any) -> "StateCache":
+        if self._cache is None:
+            from megatron_mtp.training.state_cache import StateCache
+
+            self._cache = StateCache(get_attr_wrapped_model(model, "mtp_attached"), get_args())
+        return self._cache
+
+    def close(self) -> None:
+        """Write what --mtp-state-cache has not written yet."""
+        if self._cache is not None:
+            self._cache.close()
 
     def loss(self, output: ObjectiveOutput) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Megatron's loss function: the loss, the tokens to divide it by, and what to log, each as [sum, tokens]."""
@@ -199,7 +219,8 @@ class ForwardStep:
             )
             for each in self._learners
         ]
-        return NextTokensObjective(heads, settings.mtp_linear_ce_main or settings.mtp_train_only, trains_trunk)
+        known = None if self._cache is None or trains_trunk else self._cache.main_loss
+        return NextTokensObjective(heads, settings.mtp_linear_ce_main or settings.mtp_train_only, trains_trunk, known)
 
 
 def _fraction(learner: _Learner) -> float:
@@ -238,12 +259,13 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask",
 
 
 def get_batch(
-    data_iterator: Iterator[Any] | None, vp_stage: int | None, count: int
+    data_iterator: Iterator[Any] | None, vp_stage: int | None, count: int, keeps_states: bool = False
 ) -> tuple[dict[str, Any], DepthBatch | None]:
     """This rank's part of the next microbatch, with so many MTP layers' entries where there are labels.
 
     Keys are Megatron's: `tokens`, `labels`, `loss_mask` and `position_ids` [B, S], `attention_mask`, and of packed rows
     `cu_seqlens` and `cu_seqlens_padded`, which stay on the host. On a stage that needs no data every entry is None.
+    With `keeps_states`, `rows` names the rows, for --mtp-state-cache.
     """
     args = get_args()
     if not reads_data(vp_stage):
@@ -281,6 +303,9 @@ def get_batch(
     if batch["cu_seqlens"] is not None:
         offsets = loaded if tp_rank == 0 else batch  # the others wait for the broadcast
         batch.update({name: None if batch[name] is None else offsets[name].cpu() for name in OFFSETS})
+    keys = keys_of(batch, args.reset_attention_mask) if keeps_states else []
+    is_joined, ranks_RS = batch["cu_seqlens"] is not None, None
+    if is_joined:
         join_rows(batch)
     depths = None
     if batch["labels"] is not None:
@@ -295,9 +320,12 @@ def get_batch(
     if group.size() > 1 and reads_positions(vp_stage):
         whole_BS = batch["labels"] if batch["tokens"] is None else batch["tokens"]
         offsets = torch.tensor([0, whole_BS.size(1)]) if batch["cu_seqlens"] is None else _offsets(batch)
-        positions_S = positions_of_ranks(offsets, group.size())[group.rank()]
+        ranks_RS = positions_of_ranks(offsets, group.size())
+        positions_S = ranks_RS[group.rank()]
         keep_positions(batch, to_device(positions_S, whole_BS.device))
         depths = None if depths is None else depths.at(positions_S)
+    if keeps_states:
+        batch["rows"] = Rows(keys, is_joined, ranks_RS)
     return batch, depths
 
 

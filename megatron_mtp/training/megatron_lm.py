@@ -138,11 +138,16 @@ def pretrain(
 
 
 def _check_prompts(args: Namespace, provider: Any) -> None:
-    """Raises ValueError where prompts shall be masked in data sets of the script's own."""
+    """Raises ValueError where prompts shall be masked in data sets of the script's own, or drafted for."""
     if args.mtp_mask_prompts and provider is not datasets_provider:
         raise ValueError(
             "--mtp-mask-prompts was given, and the script's own data sets do not read it; call pretrain() with the "
             "datasets_provider of megatron_mtp.training.megatron_lm, or drop the flag."
+        )
+    if args.mtp_draft_prompts is not None:
+        raise ValueError(
+            "--mtp-draft-prompts was given to a script of your own, which does not draft; drop the flag, or start "
+            "megatron-mtp train."
         )
 
 

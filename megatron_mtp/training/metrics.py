@@ -10,7 +10,7 @@ import resource
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,6 +146,10 @@ class PrintedTables(Reporter):
             print(text, flush=True)
 
 
+Measure = Callable[[Any, Namespace], dict[str, float]]
+"""From the model of a run, as Megatron's loop has it, and the arguments to further figures of an evaluation."""
+
+
 class Metrics:
     """Gathers every microbatch's report and writes them out: training each log interval, evaluation at its end.
 
@@ -161,9 +165,9 @@ class Metrics:
         mtp_figures: of the MTP layers in the last step, where they are apart from the rest.
     """
 
-    def __init__(self, folder: Path | None, reporter: Reporter | None = None) -> None:
+    def __init__(self, folder: Path | None, reporter: Reporter | None = None, measure: Measure | None = None) -> None:
         self.folder = folder
-        self._reporter = reporter or PrintedTables()
+        self._reporter, self._measure = reporter or PrintedTables(), measure
         self.evaluated: tuple[dict[str, Any], str] | None = None
         self.sources: BySource = {}
         self.best: BestState | None = None
@@ -241,7 +245,8 @@ class Metrics:
         split = self._data
         if args.multiple_validation_sets:  # with the suffix of Megatron's own figures
             split += f"-{args.validation_set_names[self._sets] if args.validation_set_names else self._sets}"
-        self._publish(split, window)
+        measures = self._measure is not None and split.startswith("validation") and not self._sets
+        self._publish(split, window, self._measure(model, args) if measures and self._measure else {})
         self._sets += 1
 
     def close(self) -> None:
@@ -254,13 +259,14 @@ class Metrics:
         window, self._training = self._training, LogWindow()
         self._publish("training", window)
 
-    def _publish(self, split: str, window: LogWindow) -> None:
+    def _publish(self, split: str, window: LogWindow, measured: Mapping[str, float] | None = None) -> None:
         if not window.losses:
             return
         losses, rates = window.reduce()
         self._name_idle(window.idle)
         iteration = get_args().iteration if self.step is None else self.step.number
         figures = {name: value for what, stats in rates.items() for name, value in named(stats, what).items()}
+        figures |= measured or {}
         row: dict[str, Any] = {"iteration": iteration, "split": split, **losses, **figures}
         if split != "training":
             row |= conditions_of(get_args(), self._sets)
@@ -279,7 +285,9 @@ class Metrics:
         if is_last_rank() and split == "training":
             self._reporter.interval(row, rates)
         elif is_last_rank():
-            self.evaluated = row, f"{line_of_conditions(row, split, get_args())}\n{table(row, rates)}"
+            lines = [line_of_conditions(row, split, get_args()), table(row, rates)]
+            lines += [f"{name}: {value:.3f}" for name, value in (measured or {}).items()]
+            self.evaluated = row, "\n".join(lines)
             self._reporter.evaluation(
                 *self.evaluated, "after the run" if self._is_after_run else f"at step {iteration}"
             )

@@ -42,7 +42,7 @@ from megatron_mtp.training.checks import check_precision, check_writable
 from megatron_mtp.training.datasets import datasets_provider
 from megatron_mtp.training.disk import check_room, is_full
 from megatron_mtp.training.forward_step import ForwardStep
-from megatron_mtp.training.metrics import LAMBDA, MTP_GRAD_NORM, MTP_RATE, Metrics, Reporter, Step
+from megatron_mtp.training.metrics import LAMBDA, MTP_GRAD_NORM, MTP_RATE, Measure, Metrics, Reporter, Step
 from megatron_mtp.training.parameter_group import get_mtp_optimizer, keep_schedule, lowest_rate, mtp_grad_norm
 from megatron_mtp.training.short_log import Listing, ShortLog, fitting_interval, keep_listing, say
 from megatron_mtp.training.startup import explained
@@ -50,10 +50,11 @@ from megatron_mtp.training.startup import explained
 AnyFunction = Callable[..., Any]
 
 
-def main(argv: list[str], on_cpu: bool, shows_tables: bool = True) -> Metrics:
+def main(argv: list[str], on_cpu: bool, shows_tables: bool = True, measure: Measure | None = None) -> Metrics:
     """Run the command line; bad input ends with one sentence and exit status 2.
 
     Inside `quiet()` the run has a short log, with the tables of evaluations if `shows_tables`; else Megatron's.
+    `measure` adds figures to evaluations.
     """
     fit_to_machine(argv, on_cpu)
     program = Path(argv[0]).name
@@ -69,7 +70,7 @@ def main(argv: list[str], on_cpu: bool, shows_tables: bool = True) -> Metrics:
             say(f"> the run has ended already; its best state is that of step {best.iteration}")
         return Metrics(None)
     reporter = _short_log(args, argv, shows_tables) if isinstance(sys.stdout, Listing) else None
-    metrics = train(config, datasets_provider, reporter)
+    metrics = train(config, datasets_provider, reporter, measure)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return metrics
@@ -110,15 +111,17 @@ def train(
     config: PretrainConfigContainer,
     datasets_provider: Any,
     reporter: Reporter | None = None,
+    measure: Measure | None = None,
     **pretrain_arguments: Any,
 ) -> Metrics:
     """Megatron's `pretrain()` of the model that `config.model`, an `MTPModelConfig`, describes.
 
     The forward step is ours, and what is done after evaluations. `reporter` shows the figures in place of Megatron's
-    log; `pretrain_arguments` are others of `pretrain()`.
+    log, `measure` adds some to evaluations; `pretrain_arguments` are others of `pretrain()`.
     """
     settings = config.model.mtp
-    metrics = Metrics(None if settings.mtp_metrics_dir is None else Path(settings.mtp_metrics_dir), reporter)
+    metrics = Metrics(None if settings.mtp_metrics_dir is None else Path(settings.mtp_metrics_dir), reporter, measure)
+    step = ForwardStep(settings, metrics)
     pretrain_arguments.setdefault("get_embedding_ranks", get_embedding_ranks)
     saving.BEFORE_SAVES[:] = [lambda checkpoint: keep_tokenizer(get_args(), checkpoint)]
     with (
@@ -130,7 +133,7 @@ def train(
                 config,
                 datasets_provider,
                 ModelType.encoder_or_decoder,
-                ForwardStep(settings, metrics),
+                step,
                 non_loss_data_func=metrics.end_evaluation,
                 **pretrain_arguments,
             )
@@ -141,6 +144,8 @@ def train(
                 if metrics.unsaved is not None:
                     raise InputError(f"{metrics.unsaved}; free some, and run the command again.") from None
             raise
+        finally:
+            step.close()
     if metrics.best is not None and get_args().do_valid:  # the last state is saved by now, and evaluated
         assert metrics.step is not None
         if metrics.best.learn(metrics.step.number, metrics.validated):

@@ -80,7 +80,7 @@ def test_only_answers_count_of_megatrons_rows(length: int, changes: dict[str, An
 
 
 def test_the_flag_chooses_the_data_set() -> None:
-    given = Namespace(mock_data=False, reads_chats=False, mtp_mask_prompts=True)
+    given = Namespace(mock_data=False, reads_chats=False, mtp_mask_prompts=True, mtp_state_cache=None)
     assert datasets._kind(given) is AnswersDataset
     assert datasets._kind(Namespace(**{**vars(given), "mtp_mask_prompts": False})) is TextDataset
 
@@ -102,8 +102,8 @@ def test_data_without_answers_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_script_with_data_sets_of_its_own_is_refused() -> None:
-    args = Namespace(mtp_mask_prompts=True)
+    args = Namespace(mtp_mask_prompts=True, mtp_draft_prompts=None)
     megatron_lm._check_prompts(args, megatron_lm.datasets_provider)
-    megatron_lm._check_prompts(Namespace(mtp_mask_prompts=False), lambda: None)
+    megatron_lm._check_prompts(Namespace(mtp_mask_prompts=False, mtp_draft_prompts=None), lambda: None)
     with pytest.raises(ValueError, match="the script's own data sets do not read it; call"):
         megatron_lm._check_prompts(args, lambda: None)

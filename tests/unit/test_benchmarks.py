@@ -13,8 +13,9 @@ from tiers import tiered
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import harness, head_life, latency
+from benchmarks import harness, head_life, latency, recipes
 from benchmarks.harness import Goal, compare, interleave, rounds
+from megatron_mtp.common.acceptance import AcceptanceStats
 
 REPOSITORY = Path(__file__).parents[2]
 KEYS = {"benchmark", "command", "hardware", "versions", "results", "goals", "tables"}
@@ -129,6 +130,8 @@ SMOKE = {
     "shift": [],
     "long_text": [],
     "head_life": [],
+    "recipes": [],
+    "state_cache": [],
     "windows": [],
 }
 """Flags beside --quick. gpu_check.py is run by test_gpu_check.py."""
@@ -202,3 +205,43 @@ def test_a_given_model_gets_its_layer_once(tmp_path: Path, monkeypatch: pytest.M
     assert [words[-1] for words in ran] == ["corpus", "trunk", "start", "train"]
     assert "--bf16 --batch 4 --steps 8 --save-every 4" in " ".join(map(str, ran[0]))
     assert (tmp_path / "small" / "hf").resolve() == tmp_path
+
+
+def documents(*accepted: int) -> recipes.Documents:
+    """Documents of a hundred drafts of one token, of which so many are accepted."""
+    counted = (AcceptanceStats(accepted_at=[each], reached_at=[100], offered_at=[100]) for each in accepted)
+    return {("dense", "same", "64", str(number)): stats for number, stats in enumerate(counted)}
+
+
+@pytest.mark.parametrize(
+    ("better", "holds", "gain"),
+    [((60, 62) * 10, "holds", 0.1), ((40, 42) * 10, "contradicted", -0.1), ((50, 52, 54, 50) * 5, "undecided", 0.005)],
+)
+def test_an_order_is_decided_beyond_twice_its_error(better: tuple[int, ...], holds: str, gain: float) -> None:
+    of = {"ce": documents(*(50, 52) * 10), "kd": documents(*better)}
+    if holds == "undecided":
+        of["ce"] = documents(*(52, 51, 50, 51) * 5)
+    found = recipes.order_of("ce", "kd", "a paper", of)
+    assert (found["holds"], found["gain"]) == (holds, pytest.approx(gain))
+    assert recipes.order_of("ce", "kd", "a paper", {"ce": {}, "kd": {}})["holds"] == "undecided"
+
+
+def test_a_finished_cell_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = []
+
+    def _trained(bench: recipes.Bench, cell: recipes.Cell) -> dict[str, Any]:
+        trained.append(cell.recipe)
+        if cell.recipe == "ce":
+            raise recipes.VerbError("train ended with status 2:\nit lacks a flag")
+        return {"documents": {"7": {"accepted_at": [1], "reached_at": [2], "offered_at": [2]}}}
+
+    monkeypatch.setattr(recipes.Bench, "_trained", _trained)
+    monkeypatch.setattr(recipes, "make_texts", lambda *_: {})
+    cells = [recipes.Cell(recipe, "dense", "same", 64, seed) for recipe in ("ce", "kd") for seed in range(2)]
+    for _ in range(2):  # the second as after a cut
+        bench = recipes.Bench(tmp_path, None, 4, 24)
+        records = {cell: bench.record(cell) for cell in cells}
+    assert trained == ["ce", "ce", "kd", "kd", "ce", "ce"]  # failures are tried again
+    assert records[cells[0]] == {"failed": "it lacks a flag"}
+    (stats,) = recipes.documents_of("kd", {cell: records[cell] for cell in cells[2:]}).values()
+    assert (stats.accepted_at, stats.reached_at) == ([2], [4])  # of both seeds

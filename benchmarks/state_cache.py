@@ -1,0 +1,115 @@
+"""What does a second training cost on states that the first has kept (--mtp-state-cache)?
+
+    python benchmarks/state_cache.py                     a dense trunk of four layers, trained here
+    python benchmarks/state_cache.py --trunk NAME=DIR    a Hugging Face model in its place, such as SmolLM2-135M
+    python benchmarks/state_cache.py --quick             does it run? (the figures mean nothing)
+
+CPU seconds of whole processes, loading included, and the median step on the clock: without the flag, with states that
+are computed and kept, with those that are read, and the last with a draft vocabulary. Losses of the second and the
+third are the same to the last bit. The goal is a fifth.
+"""
+
+import resource
+import statistics
+import sys
+from argparse import Namespace
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+
+from benchmarks.harness import Found, Goal, Table, count, main
+from benchmarks.recipes import RECIPES, SAME_RATES, SHARED, Bench, given_model
+from benchmarks.verbs import run
+from megatron_mtp.common.files import remove
+from megatron_mtp.training.run_files import read_rows
+
+HEADS = ("kd", "eagle3", "dspark")
+GOAL = 0.2
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A training: CPU seconds of its process, seconds of its median step, and its last loss."""
+
+    cpu: float
+    step: float
+    loss: float
+
+
+def state_cache(wanted: Namespace) -> Found:
+    """All trainings of every kind of head."""
+    quick = wanted.place == "quick"
+    model, name = (wanted.trunk.model, wanted.trunk.name) if wanted.trunk else (None, "dense")
+    steps, context = wanted.steps or (2 if quick else 20), 64 if model is None else 256
+    bench = Bench(wanted.folder / wanted.place / name, model, steps, 24 if quick else 160)
+    bench.train_trunk(name, 4 if quick else 200)
+    drafted = 128 if model is None else 8192
+    costs: dict[str, dict[str, Cost]] = {}
+    for head in HEADS[: 1 if quick else None]:
+        remove(bench.place / "states")
+        kept = ["--mtp-state-cache", bench.place / "states"]
+        sides: dict[str, list[Any]] = {
+            "without": [],
+            "first": kept,
+            "second": kept,
+            f"second, {drafted} drafted tokens": [*kept, "--mtp-draft-vocab-size", drafted],
+        }
+        costs[head] = {side: trained(bench, name, context, head, flags) for side, flags in sides.items()}
+    same = all(of["first"].loss == of["second"].loss for of in costs.values())
+    rows = [
+        (head, side, cost.cpu, cost.step, cost.cpu / of["without"].cpu, cost.step / of["without"].step)
+        for head, of in costs.items()
+        for side, cost in of.items()
+    ]
+    header = (
+        "head",
+        "training",
+        "CPU seconds",
+        "seconds of a step",
+        "of the CPU seconds without",
+        "of the step without",
+    )
+    goals = [
+        Goal("losses of a second training that differ from the first one's", float(not same), 0),
+        Goal(f"a second step of {HEADS[0]} over one without states", rows[2][5], GOAL),
+    ]
+    results = {
+        "steps": steps,
+        "tokens of a step": 512,
+        "costs": {head: {side: asdict(cost) for side, cost in of.items()} for head, of in costs.items()},
+    }
+    return Found(results, goals, [Table(f"trainings of {steps} steps on {name}", header, rows)])
+
+
+def trained(bench: Bench, trunk: str, context: int, head: str, more: list[Any]) -> Cost:
+    """The cost of a training of the bench's steps."""
+    folder, text = bench.place / "run", bench.texts["same"]
+    remove(folder)  # of the training before
+    batch = 512 // context
+    flags = ["--use-checkpoint-args", "--load", bench.place / "trunks" / trunk, "--finetune", *SHARED[-3:]]
+    flags += ["--data-path", text.trained, "--split", "1", "--tokenizer-model", bench.tokenizer]
+    flags += ["--seq-length", context, "--micro-batch-size", batch, "--global-batch-size", batch, "--eval-iters", 0]
+    flags += ["--train-iters", bench.steps, "--eval-interval", bench.steps, "--mtp-metrics-dir", folder]
+    flags += ["--log-interval", 1, *RECIPES[head].split(), *SAME_RATES.split()]
+    flags += ["--bf16"] if bench.model is not None else []
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run("train", *flags, *more)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    rows = read_rows(folder)
+    return Cost(cpu, statistics.median(row["step seconds"] for row in rows), rows[-1]["mtp_1 loss"])
+
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "--steps": {"type": count, "metavar": "N", "help": "of a training; default: 20"},
+    "--trunk": {
+        "type": given_model,
+        "metavar": "NAME=DIR",
+        "help": "the folder of a Hugging Face model in the place of the trunk, under this name",
+    },
+}
+
+if __name__ == "__main__":
+    main(state_cache, __doc__, flags=FLAGS)

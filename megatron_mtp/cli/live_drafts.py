@@ -1,0 +1,58 @@
+"""--mtp-draft-prompts: the accepted length of drafting itself, with the weights of a run at its evaluations."""
+
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from megatron_mtp.cli.terminal import read_prompts
+from megatron_mtp.data.tokenizer import read_tokenizer
+
+TAU, COUNT, NEW_TOKENS = "tau_real", 8, 64
+"""Name of the figure; prompts unless the flag says how many, and new tokens of each."""
+
+
+class LiveDrafts:
+    """Drafts for the prompts of --mtp-draft-prompts with the model of a run; nothing without the flag.
+
+    Called on every rank after an evaluation of validation data.
+    """
+
+    def __init__(self) -> None:
+        self._live: Any = None
+        self._prompts: list[list[int]] = []
+
+    def __call__(self, model: Any, args: Namespace) -> dict[str, float]:
+        """The figures of an evaluation: the accepted length, 1 for a model that never drafts well, and its seconds."""
+        if args.mtp_draft_prompts is None:
+            return {}
+        from megatron.core.utils import unwrap_model
+
+        from megatron_mtp.decoding.engine import generate
+        from megatron_mtp.decoding.live import LiveRunner, random_states_kept
+
+        began = time.perf_counter()
+        with random_states_kept():
+            if self._live is None:
+                self._live, self._prompts = LiveRunner(unwrap_model(model)[0], args), prompts_of(args)
+            generated = generate(self._live.runner(), self._prompts, NEW_TOKENS, speculative=method_of(args))
+        return {TAU: generated.stats.accepted_length, "drafting seconds": time.perf_counter() - began}
+
+
+def method_of(args: Namespace) -> dict[str, Any]:
+    """How a run's heads draft: greedily, as many tokens as they were trained for."""
+    if args.drafter is not None and not args.drafter_beside_mtp:
+        return {"method": args.drafter}
+    if args.mtp_use_repeated_layer:
+        return {"method": "mtp_eagle", "num_speculative_tokens": args.mtp_unroll or args.mtp_num_layers}
+    return {"method": "mtp"}
+
+
+def prompts_of(args: Namespace) -> list[list[int]]:
+    """The token ids of the first prompts of the file. Raises ValueError where it has none."""
+    file, *more = args.mtp_draft_prompts
+    tokenizer = read_tokenizer(Path(args.tokenizer_model), args.trust_remote_code)
+    prompts = read_prompts([], file, [], tokenizer)[: int(more[0]) if more else COUNT]
+    if not prompts:
+        raise ValueError(f"--mtp-draft-prompts: '{file}' has no prompts; give a file with some.")
+    return prompts

@@ -1,0 +1,76 @@
+"""A runner of a model that goes on training: it drafts with the very parameters that the training changes.
+
+    live = LiveRunner(model, args)      the model of a run, on ranks that share it by tensor parallelism alone
+    live.runner()                       ready to draft with the weights as they are now
+
+Attention modules of a runner have caches, so they are those of a second model; its parameters are the run's.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor, nn
+
+from megatron_mtp.decoding.load import drafting_config
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.model.arguments import alone
+from megatron_mtp.model.build import build
+
+
+class LiveRunner:
+    """A second model of a run's parameters.
+
+    Args:
+        model: of the run, not wrapped; it has the MTP layers or a drafter in their place.
+        args: of the run.
+
+    Raises:
+        ValueError: the modules of the run have other names, as Transformer Engine's do, or drafting does not support
+            the model.
+    """
+
+    def __init__(self, model: Any, args: Namespace) -> None:
+        self._of_run = model
+        config = drafting_config(alone(args, is_drafter=False), args.params_dtype, "--mtp-draft-prompts: the model")
+        config.draft_vocabulary = model.mtp.draft_vocabulary
+        config.true_vocab_size = model.mtp_attached.true_vocab_size
+        self._own = build(config)
+        self._share()
+        self._runner = Runner(self._own)
+
+    def runner(self) -> Runner:
+        """The runner, with the weights as they are now."""
+        self._share()
+        self._runner.read_weights()
+        return self._runner
+
+    def _share(self) -> None:
+        """Put the run's parameters and buffers in the place of the second model's."""
+        given = {**dict(self._of_run.named_parameters()), **dict(self._of_run.named_buffers())}
+        for name, own in [*self._own.named_parameters(), *self._own.named_buffers()]:
+            tensor = given.get(name)
+            if tensor is None or tensor.shape != own.shape:
+                raise ValueError(
+                    f"--mtp-draft-prompts was given, and the run's model has no '{name}' as drafting does; give "
+                    "--transformer-impl local, or drop the flag."
+                )
+            module_name, _, of_module = name.rpartition(".")
+            place = self._own.get_submodule(module_name)
+            places: dict[str, Any] = place._parameters if isinstance(own, nn.Parameter) else place._buffers
+            places[of_module] = tensor
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """What runs inside draws random numbers, and what comes after draws those that it would have drawn without it."""
+    tracker = get_cuda_rng_tracker()
+    kept: dict[str, Tensor] = tracker.get_states()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            tracker.set_states(kept)

@@ -1,0 +1,41 @@
+"""Which rows a microbatch has: a row is known by a digest of all that a trunk's states depend on.
+
+Letters in names: S sequence, R context-parallel ranks.
+"""
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from torch import Tensor
+
+OF_DIGEST = ("tokens", "position_ids", "cu_seqlens", "cu_seqlens_padded")
+"""Entries of a batch on which a trunk's states depend."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a microbatch.
+
+    Attributes:
+        keys: of every row.
+        is_joined: whether the model has them as one row.
+        positions_RS: of every context-parallel rank; None without context parallelism.
+    """
+
+    keys: list[bytes]
+    is_joined: bool
+    positions_RS: Tensor | None = None
+
+
+def keys_of(batch: dict[str, Any], resets_attention: bool) -> list[bytes]:
+    """The digests of a batch's whole rows, before they are joined or cut."""
+    values = [batch[name].cpu().contiguous().numpy() for name in OF_DIGEST if batch.get(name) is not None]
+    keys = []
+    for row in zip(*values, strict=True):
+        made = blake2b(b"reset" if resets_attention else b"", digest_size=16)
+        for value in row:
+            made.update(f"{value.dtype}{value.shape}".encode())
+            made.update(value.tobytes())
+        keys.append(made.digest())
+    return keys

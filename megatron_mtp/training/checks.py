@@ -144,7 +144,7 @@ def _of_draft_prompts(args: Namespace) -> Sentences:
     if len(more) > 1 or not all(number.isdecimal() and int(number) for number in more):
         yield f"--mtp-draft-prompts is {' '.join(args.mtp_draft_prompts)}; give a file, and 1 or more prompts."
     if not Path(file).is_file():
-        yield f"--mtp-draft-prompts: '{file}' is no file; give JSON lines with a key 'prompt'."
+        yield f"--mtp-draft-prompts: '{file}' is not a file; give JSON lines with a key 'prompt'."
     if args.tokenizer_type != "HuggingFaceTokenizer":
         yield f"--mtp-draft-prompts was given with --tokenizer-type {args.tokenizer_type}; give HuggingFaceTokenizer."
     if args.world_size != args.tensor_model_parallel_size:

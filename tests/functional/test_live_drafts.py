@@ -101,7 +101,7 @@ def test_ranks_that_share_a_model_draft_alike(data: Path, tmp_path: Path) -> Non
     ("words", "ranks", "said"),
     [
         (["prompts.jsonl", "0"], 1, "--mtp-draft-prompts is prompts.jsonl 0; give a file, and 1 or more prompts."),
-        (["nowhere"], 1, "--mtp-draft-prompts: 'nowhere' is no file; give JSON lines with a key 'prompt'."),
+        (["nowhere"], 1, "--mtp-draft-prompts: 'nowhere' is not a file; give JSON lines with a key 'prompt'."),
         (["{data}/prompts.jsonl"], 2, "on 2 ranks with --tensor-model-parallel-size 1, and drafts only on ranks that"),
     ],
 )

@@ -1,5 +1,6 @@
 """model/block_drafter.py: blocks, losses and gradients against the definition in plain float64; what is refused."""
 
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,8 +21,9 @@ from megatron_mtp.losses import check_loss, depth_loss
 from megatron_mtp.losses.objective import depth_weights
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.block_drafter import BlockAttention
-from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.config import HeadSettings, MTPConfig
 from megatron_mtp.spec.kinds import DRAFTERS
+from megatron_mtp.training import forward_step
 
 DRAFTS, LAYERS, READ, HEADS, GROUPS, CHANNELS, MASK, RANK, STATE = 3, 5, (1, 4), 4, 2, 8, 7, 6, 10
 DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})
@@ -429,3 +431,16 @@ def test_a_confidence_without_rates_to_learn_from_is_refused() -> None:
 def test_flags_of_other_drafters_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         MTPConfig(**given)
+
+
+@pytest.mark.parametrize(("step", "share"), [(0, 1.0), (30, 0.7), (100, 0.0), (120, 0.0)])
+def test_the_share_of_dominos_rows_falls_over_the_run(step: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 1 to 0 over the steps of the run; an evaluation is of the drafts as they are, with the bias."""
+    monkeypatch.setattr(forward_step, "get_args", lambda: Namespace(curr_iteration=step, train_iters=100))
+    settings = MTPConfig(**KINDS["domino"])
+    learner = forward_step._Learner.of(HeadSettings("mtp", settings, DRAFTS, has_lambda=False))
+    assert forward_step._base_share(learner) == pytest.approx(share)
+    with torch.no_grad():
+        assert forward_step._base_share(learner) == 0
+    other = forward_step._Learner.of(HeadSettings("mtp", MTPConfig(**KINDS["dflash"]), DRAFTS, has_lambda=False))
+    assert forward_step._base_share(other) == 0

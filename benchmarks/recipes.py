@@ -45,6 +45,7 @@ RECIPES = {
     "ce": f"{MTP} --mtp-loss ce",
     "kd": f"{MTP} --mtp-loss kd",
     "lk": f"{MTP} --mtp-loss lk",
+    "e2e_tv": f"{MTP} --mtp-loss e2e_tv",
     "nemotron-mtp-boost": f"--recipe nemotron-mtp-boost --mtp-init last-layer --mtp-unroll {DRAFTS}",
     "glm-5.2": f"--recipe glm-5.2 --mtp-init last-layer --mtp-unroll {DRAFTS}",
     "angelspec": f"--recipe angelspec --mtp-init last-layer --mtp-unroll {DRAFTS}",
@@ -58,7 +59,7 @@ SAME_RATES = "--optimizer adam --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine -
 SAME_RATES += "--clip-grad 1.0 --weight-decay 0.01"
 PUBLISHED = (
     ("ce", "kd", "arXiv:2606.15007; Tencent/AngelSpec"),
-    ("glm-5.2", "angelspec", "end-to-end TV late, after LK: Tencent/AngelSpec"),
+    ("e2e_tv", "angelspec", "end-to-end TV late, after LK: Tencent/AngelSpec"),
     ("dflash", "dflash, dpace", "NVIDIA/Model-Optimizer#1971"),
     ("dflash, dpace", "dspark", "NVIDIA/Model-Optimizer#1971"),
     ("dspark", "dflash2", "vllm-project/speculators#1014"),

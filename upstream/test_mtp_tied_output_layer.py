@@ -8,15 +8,17 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def without_cuda():
-    """Let a model be built on the CPU."""
+    """Let a model be built on the CPU, without Transformer Engine."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     torch.cuda.manual_seed = torch.manual_seed
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    multi_token_prediction.is_inference_column_parallel_linear = lambda *args: False
 
 
 def run(rank, port, tied):

@@ -22,6 +22,8 @@ from megatron_mtp.spec.head import HeadSpec, TrunkSpec
 ROPE = ("rope", "yarn")
 BASE = 10_000.0
 """The base of angles of a drafter whose trunk has none."""
+SPECS = "mtp_drafters"
+"""Attribute of every stage: the drafters of the last one, by the names of their modules."""
 
 
 def described(chunk: Any, settings: MTPConfig, tokens: int | None) -> HeadSpec:
@@ -48,6 +50,7 @@ def add_drafters(chunk: Any, drafters: Mapping[str, HeadSpec], drafted: Mapping[
     Args:
         drafted: the tokens [N] of those that do not draft all, ascending.
     """
+    setattr(chunk, SPECS, dict(drafters))
     if not chunk.post_process:
         PassedStates(chunk, tuple(sorted({number for drafter in drafters.values() for number in drafter.layers})))
         return

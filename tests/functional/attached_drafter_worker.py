@@ -34,6 +34,7 @@ from stock_models import chunks, draw
 from torch import Tensor
 
 from megatron_mtp.attach import Attached, Head, attach
+from megatron_mtp.checkpoint.convert.live_drafter import export_drafter_weights
 from megatron_mtp.losses.mtp_loss import own_positions
 from megatron_mtp.spec.config import is_head
 
@@ -63,6 +64,13 @@ def compare(layout: str, trunk: str, cases: Sequence[str]) -> dict[str, dict[str
         made = step(model, batches, attached, apart=True, sharded=sharded)
         record["policy"] = far(made, expected)
         record["one process"] = far_from_one(made, layout, name)
+        exported = {
+            f"{head.called} {key}": tensor.float()
+            for head in heads
+            if head.settings.drafter is not None
+            for key, tensor in export_drafter_weights(model, head.called)
+        }
+        record["exported"] = far_from_one(exported, layout, f"exported {name}")
         if has_stages:
             stage = model[-mpu.get_pipeline_model_parallel_rank()]
             first, last = (each.tolist() for each in gather(stage.embedding.word_embeddings.weight.detach()))
@@ -81,12 +89,12 @@ def draw_whole(stage: Any) -> None:
 
 
 def far_from_one(made: dict[str, Tensor], layout: str, case: str) -> list[str]:
-    """The heads' gradients and weights that are not those of one process, which a run of `one` has kept."""
+    """The heads' gradients and weights, or all of an export, that are not those of one process, kept by `one`."""
     kept = Path(os.environ["OF_ONE_PROCESS"]) / f"{case}.pt"
     own = {
         name.split(" (")[0]: value
         for name, value in made.items()
-        if is_head(name.removeprefix("gradient of ").partition(".")[0])
+        if case.startswith("exported") or is_head(name.removeprefix("gradient of ").partition(".")[0])
     }
     if layout == "one":
         torch.save(own, kept)

@@ -90,7 +90,8 @@ def test_the_policy_does_not_change_and_the_drafter_learns_as_in_train(
 
     - policy: logits, gradients and weights after a step are bit by bit those of the model without heads;
     - ours: a drafter's gradients are those of `train --drafter` on a frozen trunk, in this layout;
-    - one process: gradients and weights of the heads after a step are those of one process (pipeline stages).
+    - one process, exported: gradients and weights of the heads after a step, and the drafters' folders, which all ranks
+      get, are those of one process (pipeline stages).
     """
     forms = ("packed",) if layout == "cp2" else FORMS
     cases = [f"{kind} {form}" for kind in (*SETTINGS, "several") for form in forms]

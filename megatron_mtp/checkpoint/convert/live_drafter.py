@@ -21,14 +21,18 @@ from megatron_mtp.common.files import written_beside
 from megatron_mtp.megatron.checkpoint import DRAFTER
 from megatron_mtp.megatron.patterns import symbols_of_a_layer
 from megatron_mtp.model.drafter import DrafterBlock
+from megatron_mtp.model.stock_drafter import SPECS
+from megatron_mtp.spec.head import HeadSpec
+
+Chunks = torch.nn.Module | list[torch.nn.Module]
 
 
 @torch.no_grad()
-def export_drafter_weights(model: torch.nn.Module, head: str | None = None) -> Iterator[tuple[str, Tensor]]:
+def export_drafter_weights(model: Chunks, head: str | None = None) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of the drafter's folder, whole, on every rank; all ranks go through them together.
 
     Args:
-        model: with an attached drafter; wrapped or not.
+        model: this rank's model with an attached drafter, or its chunks; wrapped or not.
         head: the name of the drafter; None for the only one.
 
     Raises:
@@ -37,11 +41,11 @@ def export_drafter_weights(model: torch.nn.Module, head: str | None = None) -> I
     return _weights(*_read(model, head))
 
 
-def export_drafter(model: torch.nn.Module, folder: Path, head: str | None = None) -> None:
+def export_drafter(model: Chunks, folder: Path, head: str | None = None) -> None:
     """Write the drafter's folder, which vLLM, SGLang and `convert attach-drafter` load; all ranks call this.
 
     Args:
-        model: with an attached drafter; wrapped or not.
+        model: this rank's model with an attached drafter, or its chunks; wrapped or not.
         folder: that rank 0 makes; one that is there stays until the new one is whole.
         head: the name of the drafter; None for the only one.
 
@@ -52,7 +56,7 @@ def export_drafter(model: torch.nn.Module, folder: Path, head: str | None = None
     weights = {name: tensor.contiguous().cpu() for name, tensor in _weights(form, reader)}
     if torch.distributed.get_rank() != 0:
         return
-    keys = config_keys(_arguments(unwrap_model(model)), form)
+    keys = config_keys(_arguments(_chunks(model)[0]), form)
     keys["torch_dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     with written_beside(folder) as made:
         made.mkdir(parents=True)
@@ -61,7 +65,7 @@ def export_drafter(model: torch.nn.Module, folder: Path, head: str | None = None
 
 
 @torch.no_grad()
-def load_drafter_weights(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]], head: str | None = None) -> int:
+def load_drafter_weights(model: Chunks, weights: Iterable[tuple[str, Tensor]], head: str | None = None) -> int:
     """Copy tensors of a drafter's folder into the drafter of a model; all ranks call this, with whole tensors.
 
     Args:
@@ -92,23 +96,27 @@ def _weights(form: DrafterForm, reader: LiveReader) -> Iterator[tuple[str, Tenso
             yield from zip((one.name for one in rule.hf), rule.to_hf(pieces), strict=True)
 
 
-def _read(model: torch.nn.Module, head: str | None) -> tuple[DrafterForm, LiveReader]:
+def _read(model: Chunks, head: str | None) -> tuple[DrafterForm, LiveReader]:
     """The form of a drafter's folder, which reads layers by the numbers of a folder, and the model's tensors."""
-    trunk: Any = unwrap_model(model)
-    drafters = {
-        name.removeprefix("drafter_"): (name, block.drafter)
-        for name, block in trunk.named_children()
-        if isinstance(block, DrafterBlock)
-    }
+    chunks = _chunks(model)
+    drafters: dict[str, tuple[str, HeadSpec]] = {}
+    for chunk in chunks:
+        own = {name: block.drafter for name, block in chunk.named_children() if isinstance(block, DrafterBlock)}
+        own |= getattr(chunk, SPECS, {})  # of a stage that has none of the drafters
+        drafters |= {name.removeprefix("drafter_"): (name, drafter) for name, drafter in own.items()}
     if not drafters:
         raise ValueError("the model has no drafter; give attach settings with one, MTPConfig(drafter=...).")
     if head not in drafters and (head is not None or len(drafters) > 1):
         raise ValueError(f"head is {head!r}, and the model has the drafters {', '.join(drafters)}; give one of them.")
     module, drafter = drafters[head or next(iter(drafters))]
-    symbols = symbols_of_a_layer(getattr(trunk, "hybrid_layer_pattern", None))
+    symbols = symbols_of_a_layer(getattr(chunks[0], "hybrid_layer_pattern", None))
     kind = replace(drafter, layers=tuple(number // symbols for number in drafter.layers))
-    reader = LiveReader([model], None, {f"{module}.": DRAFTER})
-    return form_of(kind, trunk.config.hidden_size, reader), reader
+    reader = LiveReader(chunks, None, {f"{module}.": DRAFTER})
+    return form_of(kind, chunks[0].config.hidden_size, reader), reader
+
+
+def _chunks(model: Chunks) -> list[Any]:
+    return [unwrap_model(one) for one in (model if isinstance(model, list) else [model])]
 
 
 def _arguments(model: Any) -> Namespace:

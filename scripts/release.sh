@@ -25,7 +25,7 @@ trap 'rm -rf "$folder"' EXIT
 rm -rf "$folder"
 sdist=$(echo "$PWD"/dist/*.tar.gz) wheel=$(echo "$PWD"/dist/*.whl)
 packed=$(tar -tzf "$sdist")
-for name in docs/guides/pretrain.md scripts/quickstart.sh tests/unit/test_shift.py tools/data/preprocess.py pretrain_gpt.py; do
+for name in docs/guides/pretrain.md scripts/quickstart.sh tests/unit/data/test_shift.py tools/data/preprocess.py pretrain_gpt.py; do
     grep -q "/$name\$" <<<"$packed" || { echo "release.sh: error: the sdist lacks $name." >&2; exit 1; }
 done
 

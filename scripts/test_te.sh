@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install Transformer Engine into an environment of its own, without a GPU, and test checkpoints of its modules:
-# tests/unit/test_transformer_engine.py.
+# tests/unit/megatron/test_transformer_engine.py.
 #   scripts/test_te.sh [pytest arguments]
 # Its torch extension has no wheel; where TE_WHEELS names a folder with one for this Python and torch, it is taken from
 # there, else it is compiled, which takes nvcc and a quarter of an hour. The environment is .venv-te (3 GB). Where it cannot
@@ -23,4 +23,4 @@ if [ ! -e .venv-te/installed ]; then
         skip "its torch extension can be neither found nor compiled here"
     touch .venv-te/installed
 fi
-OMP_NUM_THREADS=1 .venv-te/bin/python -m pytest -n 0 tests/unit/test_transformer_engine.py "$@"
+OMP_NUM_THREADS=1 .venv-te/bin/python -m pytest -n 0 tests/unit/megatron/test_transformer_engine.py "$@"

@@ -15,21 +15,14 @@ from put_back import put_back
 from quicker import collect_new_objects_alone
 
 LONGEST = """
-    tests/functional/test_layouts.py tests/unit/test_verify.py tests/unit/test_drafting.py
-    tests/functional/test_drafter_commands.py tests/unit/test_graphs.py tests/unit/test_types.py
-    tests/functional/test_serve.py tests/unit/test_engine.py tests/unit/test_triton_chunk.py tests/unit/test_graft.py
-    tests/unit/test_drafting_methods.py tests/functional/test_document_commands.py
-    tests/functional/test_attached_layouts.py tests/functional/test_stacks.py tests/unit/test_benchmarks.py
-    tests/unit/test_hybrid_drafting.py tests/unit/test_trunk_families.py tests/unit/test_verifiers.py
-    tests/functional/test_generate.py tests/unit/test_loading.py tests/unit/test_quantized_export.py
-    tests/unit/test_wrapped.py tests/functional/test_commands.py tests/unit/test_killed_training.py
-    tests/unit/test_killed_conversion.py tests/functional/test_features.py tests/functional/test_migrated_training.py
-    tests/unit/test_extensions_away.py tests/functional/test_precision.py tests/functional/test_conversion.py
-    tests/functional/test_faults.py tests/functional/test_resume.py tests/unit/test_linear_cross_entropy.py
-    tests/unit/test_migration.py tests/unit/test_serving.py tests/unit/test_weight_updates.py
-    tests/unit/test_weight_gradient.py tests/unit/test_verify_numbers.py tests/unit/test_trunk_only.py
+    layouts verify drafting drafter_commands graphs types serve engine triton_chunk graft drafting_methods
+    document_commands attached_layouts stacks benchmarks hybrid_drafting trunk_families verifiers generate loading
+    quantized_export wrapped commands killed_training killed_conversion features migrated_training extensions_away
+    precision conversion faults resume linear_cross_entropy migration serving weight_updates weight_gradient
+    verify_numbers trunk_only
 """.split()
-"""Files that take the longest, which go first: as the last one, each would keep one worker alone busy."""
+"""Test files that take the longest, by their names after `test_`, which go first:
+as the last one, each would keep one worker alone busy."""
 
 LEFT_OUT = pytest.StashKey[int]()
 
@@ -55,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     places = {file: place for place, file in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(places)))
+    items.sort(key=lambda item: places.get(item.path.stem.removeprefix("test_"), len(places)))
     if config.getoption("--all"):
         return
     left_out = [item for item in items if item.get_closest_marker("matrix")]

@@ -5,8 +5,8 @@
     te       Transformer Engine's modules
 
 A first import takes a minute from a cold disk, and two with twenty processes; a fork takes none. Each line listens at
-an address of its run, and ends with the run (tests/fork_server.py). After CUDA has started, a fork cannot use the
-device: then a line starts a new process for every command.
+an address of its run, and ends with the run (tests/support/fork_server.py). After CUDA has started, a fork cannot use
+the device: then a line starts a new process for every command.
 """
 
 import ctypes

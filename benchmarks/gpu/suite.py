@@ -11,8 +11,9 @@ PYTEST = "-m pytest -q -o addopts= -p no:cacheprovider -p no:xdist --continue-on
 
 
 def unit_tests(setting: Setting, names: str) -> Found:
-    """What pytest counts in files `tests/unit/test_NAME.py`; a quick run counts the first one's."""
-    file, files = setting.folder / "tests.xml", [f"tests/unit/test_{name}.py" for name in names.split()]
+    """What pytest counts in files `test_NAME.py` below tests/unit; a quick run counts the first one's."""
+    file = setting.folder / "tests.xml"
+    files = [str(next(Path("tests/unit").rglob(f"test_{name}.py"))) for name in names.split()]
     chosen = files[:1] if setting.quick else files
     command = setting.start("tests", [*PYTEST, f"--junitxml={file}", *chosen])
     print(command.printed(setting.left, well=(0, 1)))

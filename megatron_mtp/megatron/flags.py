@@ -1,6 +1,6 @@
 """Flags and values that Megatron takes and should not: `UNSUPPORTED` and `RANGES`.
 
-A release of Megatron adds flags and mends others; `tests/unit/test_unsupported.py` finds those that no table knows.
+A release of Megatron adds flags and mends others; `test_unsupported.py` finds those that no table knows.
 """
 
 import math

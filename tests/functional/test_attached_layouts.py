@@ -12,7 +12,7 @@ import pytest
 from drafter_settings import SETTINGS
 from tiers import tiered
 
-WORKER = Path(__file__).parent / "attached_worker.py"
+WORKER = Path(__file__).parents[1] / "support" / "attached_worker.py"
 LAYOUTS = ("tp2", "tp2-sp", "pp2", "cp2", "dp2")
 KINDS = ("dense", "moe", "latent", "hybrid")
 CASES = [(layout, kind) for layout in LAYOUTS for kind in KINDS if (layout, kind) != ("tp2", "moe")]

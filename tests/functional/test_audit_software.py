@@ -1,21 +1,17 @@
 """What other software writes is described rightly: Megatron's own script with its MTP, and transformers."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import launch
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-
 from hf_models import make, read
 from transformers import AutoModelForCausalLM
 
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.model.arguments import CUDA, TE, flags_without
 
-SCRIPT = (Path(__file__).parent / "users_pretrain_gpt.py").read_text(encoding="utf-8")
+SCRIPT = (Path(__file__).parents[1] / "support" / "users_pretrain_gpt.py").read_text(encoding="utf-8")
 ON_A_CPU = """
 import os
 from megatron_mtp.megatron.runtime import prepare

@@ -2,15 +2,11 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import launch
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-
 from chat_cases import SHAPES, said, user
 
 from megatron_mtp.cli.main import main

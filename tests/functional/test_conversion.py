@@ -23,7 +23,7 @@ prepare()
 pytestmark = pytest.mark.usefixtures("forked_python")
 
 
-CLIENT = Path(__file__).parent / "mtp_client.py"
+CLIENT = Path(__file__).parents[1] / "support" / "mtp_client.py"
 RESAVED = {"untied-d3": ("tp2", "pp2", "pp2-vpp2"), "tied-d3": ("tp2", "pp2"), "moe-d2": ("ep2",)}
 """Models of layouts.py, and the layouts that save them."""
 

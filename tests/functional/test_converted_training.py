@@ -2,22 +2,16 @@
 
 A hybrid goes back to its family after that, with the norms that its training changed.
 
-The first tier compares the logits of converted models: tests/unit/test_verify.py.
+The first tier compares the logits of converted models: tests/unit/checkpoint/verify/test_verify.py.
 """
 
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import launch
 import pytest
 import torch
-
-from megatron_mtp.megatron.runtime import prepare
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-
 from hf_models import make, read
 
 from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
@@ -25,6 +19,7 @@ from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore
 from megatron_mtp.checkpoint.verify.verify import verify
 from megatron_mtp.megatron.checkpoint.reader import DistReader
+from megatron_mtp.megatron.runtime import prepare
 
 prepare()
 

@@ -14,12 +14,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+import fork_server
 import launch
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-
-import fork_server
 from document_command import LISTED, LISTED_CODE, PORTS, PROGRAMS, end_servers
 from documents import DOCUMENTS, SHELLS, blocks
 from tiers import tiered
@@ -27,7 +24,7 @@ from tiers import tiered
 from megatron_mtp.cli import verbs
 from megatron_mtp.cli.main import EXAMPLES
 
-COMMAND, SCENE = (Path(__file__).parent / f"document_{name}.py" for name in ("command", "scene"))
+COMMAND, SCENE = (Path(__file__).parents[1] / "support" / f"document_{name}.py" for name in ("command", "scene"))
 LINKED = "megatron_mtp pretrain_gpt.py generate_gpt.py tools scripts tests examples benchmarks LICENSE".split()
 RUN = (*SHELLS, "python")
 TOOLS = "cat cp curl dirname id ls mkdir realpath".split()

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import launch
 import pytest
-import torch
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+from frequent_corpus import DRAFTED, HALF, STEPS, corpus
 
 from megatron_mtp.checkpoint.inspecting import inspect
 from megatron_mtp.cli.convert import main as convert
@@ -15,22 +14,7 @@ from megatron_mtp.megatron.runtime import prepare
 
 prepare()
 
-STEPS, HALF, DRAFTED = 4, 2, 40
 CONTEXT, TENSOR = "--context-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
-
-
-def corpus(prefix: Path) -> Path:
-    """Of 127 tokens those below 20 and from 100 on are in nine of ten places."""
-    generator = torch.Generator().manual_seed(1)
-    frequent = torch.cat([torch.arange(1, 20), torch.arange(100, 121)])
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(127))
-    for _ in range(40):
-        rare = torch.randint(1, 121, (300,), generator=generator)
-        often = frequent[torch.randint(DRAFTED, (300,), generator=generator)]
-        document = torch.where(torch.rand(300, generator=generator) < 0.9, often, rare)
-        builder.add_document(document, [len(document)])
-    builder.finalize(f"{prefix}.idx")
-    return prefix
 
 
 def command(folder: Path, data: Path, *flags: str) -> launch.Command:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +10,12 @@ from typing import Any
 import launch
 import pytest
 import torch
+from drafting_single import trained_forward
+from hf_models import make
 from safetensors.torch import load_file, save_file
+from tiers import tiered
 from torch import Tensor
+from written_datasets import write_dataset
 
 from megatron_mtp.checkpoint.convert.drafter_form import read_drafter
 from megatron_mtp.checkpoint.inspecting import inspect
@@ -28,17 +31,10 @@ from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.spec.kinds import DRAFTERS
 from megatron_mtp.training import loading
 
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-
-from drafting_single import trained_forward
-from hf_models import make
-from test_data_checks import write_dataset
-from tiers import tiered
-
 prepare()
 
 STEPS, HALF, LAYERS = 4, 2, 8
-DRAFTED = Path(__file__).with_name("draft_tokens.txt")
+DRAFTED = Path(__file__).parents[1] / "support" / "draft_tokens.txt"
 SLICES, STAGES = "--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2"
 
 

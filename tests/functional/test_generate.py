@@ -7,14 +7,11 @@ from typing import Any
 
 import launch
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-
 from tiers import tiered
 
 PROMPTS = ["--prompt-ids", "1,2,3", "--prompt-ids", "9,8", "--max-new-tokens", "24"]
-WORKER = Path(__file__).parent / "generate_worker.py"
-RANKS_WORKER = Path(__file__).parent / "drafting_ranks_worker.py"
+WORKER = Path(__file__).parents[1] / "support" / "generate_worker.py"
+RANKS_WORKER = Path(__file__).parents[1] / "support" / "drafting_ranks_worker.py"
 MTP = ["--speculative-config", '{"method": "mtp"}']
 
 

@@ -12,7 +12,7 @@ LOSSES = 18
 
 @pytest.mark.parametrize("cases", [2, pytest.param(6, marks=pytest.mark.matrix)])
 def test_two_slices_give_the_values_and_gradients_of_the_definition(cases: int, tmp_path: Path) -> None:
-    worker = launch.torchrun(2, Path(__file__).parent / "linear_worker.py", str(cases))
+    worker = launch.torchrun(2, Path(__file__).parents[1] / "support" / "linear_worker.py", str(cases))
     printed = launch.run(worker, tmp_path / "log")
     found = {name: float(figure) for name, figure in re.findall(r"worst of (.*): (\S+)", printed)}
     assert len(found) == LOSSES

@@ -1,6 +1,6 @@
 """A run that changes between GPT and hybrid model half-way has the losses of a run that does not.
 
-The first tier has the same conversions, bit by bit: tests/unit/test_migration.py.
+The first tier has the same conversions, bit by bit: tests/unit/checkpoint/convert/test_migration.py.
 """
 
 from dataclasses import dataclass

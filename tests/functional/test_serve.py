@@ -20,9 +20,6 @@ import launch
 import openai
 import psutil
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-
 from documents import DOCUMENTS, blocks
 from parrot import TEMPLATE
 
@@ -30,7 +27,7 @@ from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.spec.kinds import DRAFTERS
 
 VERB = [sys.executable, "-m", "megatron_mtp"]
-WORKER = Path(__file__).parent / "serve_worker.py"
+WORKER = Path(__file__).parents[1] / "support" / "serve_worker.py"
 ENTRIES = 258
 MTP = ["--speculative-config", '{"method": "mtp"}']
 HYBRID = "--hybrid-layer-pattern M-*-/M-/M- --mamba-head-dim 16 --mamba-state-dim 16 --mamba-num-groups 2"

@@ -85,7 +85,7 @@ def worked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worked]:
 
         def record_of(job: str, framework: str, folder: Path, corpus: Path, out: Path, head: str) -> dict[str, Any]:
             if framework not in workers:
-                command = [sys.executable, str(Path(__file__).with_name("stack_worker.py")), framework]
+                command = [sys.executable, str(Path(__file__).parents[1] / "support" / "stack_worker.py"), framework]
                 environment = with_modules(ENVIRONMENTS / framework, ROOT, ROOT / "tests")
                 environment["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow's thread, before forks
                 workers[framework] = ending.enter_context(worker(command, environment, logs / framework))
@@ -225,7 +225,7 @@ def test_verls_engine_trains_the_layers_beside_a_policy_that_does_not_change_by_
     for paths in ((), (tmp_path / "patched",)):
         out = tmp_path / f"{len(found)}.safetensors"
         installed = (ENVIRONMENTS / "verl", ENVIRONMENTS / "megatron_bridge", ROOT)
-        command = [sys.executable, Path(__file__).with_name("verl_worker.py"), folder, out]
+        command = [sys.executable, (Path(__file__).parents[1] / "support" / "verl_worker.py"), folder, out]
         environment = with_modules(*paths, *installed)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]

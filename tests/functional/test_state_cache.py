@@ -5,8 +5,8 @@ from pathlib import Path
 
 import launch
 import pytest
+from frequent_corpus import corpus
 from safetensors.torch import load_file
-from test_draft_commands import corpus
 
 from megatron_mtp.megatron.runtime import prepare
 

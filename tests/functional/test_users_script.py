@@ -29,7 +29,7 @@ from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.megatron.checkpoint.reader import DistReader
 
-SCRIPT = (Path(__file__).parent / "users_pretrain_gpt.py").read_text(encoding="utf-8")
+SCRIPT = (Path(__file__).parents[1] / "support" / "users_pretrain_gpt.py").read_text(encoding="utf-8")
 LAST_IMPORT = "from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage\n"
 IMPORT = "from megatron_mtp.training.megatron_lm import gpt_config_from_args, parse_and_validate_args, pretrain\n"
 STEP = "        forward_step,\n"

@@ -13,9 +13,9 @@ from hf_models import make
 from hybrid_single import our_hybrid
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron_single import LATENT, MOE, our_model
-from test_data_checks import write_dataset
 from tiers import tiered
 from torch import Tensor
+from written_datasets import write_dataset
 
 from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore
 from megatron_mtp.checkpoint.families import FAMILIES

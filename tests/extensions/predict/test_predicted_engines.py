@@ -25,7 +25,7 @@ prepare()
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
-CLIENT = launch.ROOT / "tests" / "functional" / "mtp_client.py"
+CLIENT = launch.ROOT / "tests" / "support" / "mtp_client.py"
 PROMPT, NEW, COUNTS = [3, 4, 5, 6], 120, (1, 2, 3)
 RUN = (
     "--mtp-num-layers 3 --train-iters 30 --lr 3e-3 --eval-interval 1000 --eval-iters 1 --save-interval 30 "

@@ -121,7 +121,7 @@ def test_a_step_of_a_plain_loop_is_judged(status: int, tmp_path: Path, capfd: py
 @pytest.mark.parametrize("status", [0, 1])
 def test_two_steps_of_a_training_script_are_judged(status: int, capfd: pytest.CaptureFixture[str]) -> None:
     """With the installed Megatron, and with one whose mask is never shifted."""
-    script = ROOT / "tests/functional/users_pretrain_gpt.py"
+    script = ROOT / "tests/support/users_pretrain_gpt.py"
     with planted(MUTANTS[0]) if status else nullcontext() as megatron:
         own = [] if megatron is None else ["--megatron", str(megatron)]
         arguments = ["--json", *own, "--script", str(script), "--", *FLAGS.split(), "--bf16"]

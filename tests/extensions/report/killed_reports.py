@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from random import Random
 
-sys.path.append(str(Path(__file__).parents[2] / "unit"))  # a process of its own, without pytest's path
+sys.path.append(str(Path(__file__).parents[2] / "support"))  # a process of its own, without pytest's path
 
 from killing import Killer
 

@@ -1,0 +1,123 @@
+"""A rank of a layout: stock models with an attached drafter, by a step of Megatron's schedule, DDP and optimizer.
+
+    torchrun --nproc-per-node 2 attached_drafter_worker.py FILE tp2-sp dense "eagle3 rows" "dspark packed"
+
+Rank 0 writes to FILE, of every case, {what: names of tensors that differ on any rank}; test_attached_layouts.py reads
+it.
+"""
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from attached_worker import LAYOUTS, SHARDED, batch_of, far, gather, of_ranks, run, saving, step
+from drafter_settings import (
+    DRAFTED,
+    LAYERS,
+    STEPS,
+    gradients_of_stage,
+    settings_of,
+    several_heads,
+    trained,
+    vocabulary_in,
+)
+from megatron.core import mpu
+from megatron_single import our_model
+from stock_models import chunks, draw
+from torch import Tensor
+
+from megatron_mtp.attach import Attached, Head, attach
+from megatron_mtp.checkpoint.convert.live_drafter import export_drafter_weights
+from megatron_mtp.losses.mtp_loss import own_positions
+from megatron_mtp.spec.config import is_head
+
+
+def compare(layout: str, trunk: str, cases: Sequence[str]) -> dict[str, dict[str, list[str]]]:
+    """Of every case, a kind of drafters and the form of its batches, what differs."""
+    found, has_stages = {}, layout.startswith("pp2")
+    own = Path(os.environ["OF_ONE_PROCESS"], f"rank {torch.distributed.get_rank()}")
+    own.mkdir(exist_ok=True)
+    changes = ({} if trunk == "hybrid" else LAYERS) | LAYOUTS[layout]
+    for name in cases:
+        kind, form = name.split()
+        plain, model = chunks(trunk, **changes), chunks(trunk, **changes)
+        several = several_heads(vocabulary_in(own))
+        heads = several if kind == "several" else [Head(settings_of(kind))]
+        attached = attach(model, heads=heads)
+        for each in (*plain, *model):
+            draw_whole(each)
+        batches, sharded, record = [batch_of(seed, form) for seed in (2, 3, 4, 5)], layout == SHARDED, {}
+        if trunk == "dense" and not has_stages:
+            by_ours, by_attached = both_gradients(changes, model[0], attached, *batches[0])
+            record["ours"] = far(by_attached, by_ours, 1e-6 if form == "rows" else 1e-4)
+        for each in (*plain, *model):
+            each.zero_grad(set_to_none=True)
+        attached._losses = 0  # so that all layouts draw for the same steps
+        expected = step(plain, batches, None, sharded=sharded)
+        made = step(model, batches, attached, apart=True, sharded=sharded)
+        record["policy"] = far(made, expected)
+        record["one process"] = far_from_one(made, layout, name)
+        exported = {
+            f"{head.called} {key}": tensor.float()
+            for head in heads
+            if head.settings.drafter is not None
+            for key, tensor in export_drafter_weights(model, head.called)
+        }
+        record["exported"] = far_from_one(exported, layout, f"exported {name}")
+        if has_stages:
+            stage = model[-mpu.get_pipeline_model_parallel_rank()]
+            first, last = (each.tolist() for each in gather(stage.embedding.word_embeddings.weight.detach()))
+            record["copies"] = [] if first == last else ["the embedding of the last stage"]
+        record["saved"] = [wrong for each in model for wrong in saving(each)]
+        found[name] = of_ranks(record)
+    return found
+
+
+def draw_whole(stage: Any) -> None:
+    """`draw`, by the numbers that layers have in the whole model and not in their stage."""
+    names = {name: weight for name, weight in stage.named_parameters() if not name.startswith("decoder.layers.")}
+    for layer in stage.decoder.layers:
+        names |= {f"layer {layer.layer_number} {name}": weight for name, weight in layer.named_parameters()}
+    draw(Namespace(named_parameters=names.items))
+
+
+def far_from_one(made: dict[str, Tensor], layout: str, case: str) -> list[str]:
+    """The heads' gradients and weights, or all of an export, that are not those of one process, kept by `one`."""
+    kept = Path(os.environ["OF_ONE_PROCESS"]) / f"{case}.pt"
+    own = {
+        name.split(" (")[0]: value
+        for name, value in made.items()
+        if case.startswith("exported") or is_head(name.removeprefix("gradient of ").partition(".")[0])
+    }
+    if layout == "one":
+        torch.save(own, kept)
+    if not layout.startswith("pp2") or not own:
+        return []
+    expected: dict[str, Tensor] = torch.load(kept, weights_only=True)
+    return far(own, expected, 1e-5) if own.keys() == expected.keys() else ["other tensors"]
+
+
+def both_gradients(
+    changes: dict[str, Any], model: Any, attached: Attached, batch: dict[str, Any], packed: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The drafters' gradients on this rank: of the stages that `train` builds, and of the attached ones."""
+    own_S = own_positions(mpu.get_context_parallel_group(), batch["tokens"].size(1), packed)
+    expected = dict[str, Tensor]()
+    for head in attached.given:
+        if head.settings.drafter is not None:
+            drafted = None if head.settings.mtp_draft_vocab_file is None else DRAFTED
+            kind = trained(head.settings.drafter)
+            ours = our_model(STEPS, drafter_layers=(), drafter=kind, drafted=drafted, **changes)
+            expected |= gradients_of_stage(ours, model, head, batch, packed, own_S)
+    model(batch["tokens"][:, own_S], batch["position_ids"][:, own_S], None, packed_seq_params=packed)
+    attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"]).loss.backward()
+    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return expected, found
+
+
+if __name__ == "__main__":
+    run(compare, *sys.argv[1:])

@@ -1,0 +1,8 @@
+"""What the last line of a benchmark has."""
+
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+KEYS = {"benchmark", "command", "hardware", "versions", "results", "goals", "tables"}

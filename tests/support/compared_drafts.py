@@ -1,0 +1,43 @@
+"""Logits of drafted tokens, and how far two models are apart."""
+
+import torch
+from drafting_single import sequences_of
+from torch import Tensor
+
+from megatron_mtp.decoding.rows import CHUNK
+from megatron_mtp.decoding.runner import Runner
+
+SINGLE = 4
+"""Rows at the end of a prompt that are run one by one."""
+
+
+def off(ours_SV: Tensor, theirs_SV: Tensor) -> float:
+    """The largest difference at the slots and tokens that both have, as part of the largest logit."""
+    slots, vocabulary = (min(sizes) for sizes in zip(ours_SV.shape, theirs_SV.shape, strict=True))
+    theirs_SV = theirs_SV[:slots, :vocabulary]
+    return ((ours_SV[:slots, :vocabulary] - theirs_SV).abs().max() / theirs_SV.abs().max().clamp(min=1)).item()
+
+
+@torch.inference_mode()
+def drafted_logits(runner: Runner, tokens_BS: Tensor) -> dict[str, Tensor]:
+    """Logits [S, V] of trunk and depths over the cache: chunks as of a prompt, then one row at a time."""
+    slots = tokens_BS.size(1) - runner.depths
+    sequences = sequences_of(runner, tokens_BS.tolist(), tokens_BS.size(1) + 1)
+    caches = sequences.memory.depths
+    found: dict[str, list[Tensor]] = {}
+    for first, count in pieces(slots):
+        first_B = torch.tensor([first], device=runner.device)
+        rows = sequences.chain(first_B, count, 0)
+        state_SBH = runner.trunk(sequences.tokens_at(first_B, count), rows, sequences.memory.cache)
+        found.setdefault("trunk", []).append(runner.logits(state_SBH)[0])
+        for depth, cache in enumerate(caches, start=1):
+            state_SBH = runner.depth(depth, state_SBH, sequences.tokens_at(first_B + depth, count), rows, cache)
+            found.setdefault(f"depth {depth}", []).append(runner.draft_logits(state_SBH)[0])
+    return {name: torch.cat(parts).cpu() for name, parts in found.items()}
+
+
+def pieces(slots: int) -> list[tuple[int, int]]:
+    """First slot and number of slots of each forward."""
+    together = slots - SINGLE
+    chunks = [(start, min(CHUNK, together - start)) for start in range(0, together, CHUNK)]
+    return chunks + [(start, 1) for start in range(together, slots)]

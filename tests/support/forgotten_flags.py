@@ -1,0 +1,10 @@
+"""Megatron's global state, put back between launch lines."""
+
+from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+from megatron.training.global_vars import unset_global_variables
+
+
+def forget() -> None:
+    """Megatron's global arguments, tokenizer and batch sizes."""
+    unset_global_variables()
+    unset_num_microbatches_calculator()

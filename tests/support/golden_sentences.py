@@ -1,0 +1,36 @@
+"""What users read, sentence by sentence: `golden/sentences.txt`, which `test_golden.py` compares.
+
+    python tests/support/golden_sentences.py     # writes the file anew, after a change of a sentence
+
+Messages, help texts and logs of the package stand under their file; what an f-string fills in is `{}`. Other tests
+assert the facts of a message: the flag, the value, the remedy.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from documents import ROOT, strings
+
+FILE = Path(__file__).parent / "golden" / "sentences.txt"
+FEWEST_WORDS = 5
+"""A string of fewer words is a name or a part of a line."""
+
+
+def record() -> str:
+    """The file's text."""
+    package = ROOT / "megatron_mtp"
+    parts = ["\n".join([str(path.relative_to(package)), *_sentences(path)]) for path in sorted(package.rglob("*.py"))]
+    return "\n\n".join(part for part in parts if "\n" in part) + "\n"
+
+
+def _sentences(path: Path) -> Iterator[str]:
+    """An indented line each, in the order of the file."""
+    found = sorted(strings(path.read_text("utf-8"), filled="{}"), key=lambda one: one[0])
+    for _, text in found:
+        words = text.split()
+        if len(words) >= FEWEST_WORDS:
+            yield "    " + " ".join(words)
+
+
+if __name__ == "__main__":
+    FILE.write_text(record(), encoding="utf-8")

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found,
-sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))  # nor `fork_server`
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # nor `fork_server`
 
 from benchmarks.gpu import PARTS, SHORT, record
 from benchmarks.gpu.issue import block

@@ -122,7 +122,7 @@ def touches_cuda() -> bool:
 
 def anew(line: str, *words: str) -> None:
     """Take this process's place by a new Python that does the words."""
-    path = [str(fork_server.ROOT), str(fork_server.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    path = [str(fork_server.ROOT), str(fork_server.ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu.lines", line, *words])
 

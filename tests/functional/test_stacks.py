@@ -86,7 +86,7 @@ def worked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worked]:
         def record_of(job: str, framework: str, folder: Path, corpus: Path, out: Path, head: str) -> dict[str, Any]:
             if framework not in workers:
                 command = [sys.executable, str(Path(__file__).parents[1] / "support" / "stack_worker.py"), framework]
-                environment = with_modules(ENVIRONMENTS / framework, ROOT, ROOT / "tests")
+                environment = with_modules(ENVIRONMENTS / framework, ROOT, ROOT / "tests" / "support")
                 environment["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow's thread, before forks
                 workers[framework] = ending.enter_context(worker(command, environment, logs / framework))
             return workers[framework](job, *map(str, (folder, corpus, out)), head)

@@ -44,7 +44,7 @@ def cannot(_: Setting) -> Found:
     raise NotRunError("it is too hot")
 
 
-HERE = "tests.unit.gpu_part_cases"
+HERE = "gpu_part_cases"
 CASES = {
     "runs": Part(f"{HERE}:runs", 60),
     "fails_after_figures": Part(f"{HERE}:fails_after_figures", 60),

@@ -1,6 +1,6 @@
 """Two steps of attached MTP layers on a stock GPT, of whatever megatron-core is first on the path; one process, CPU.
 
-    PYTHONPATH=REPOSITORY:REPOSITORY/tests python tests/support/release_steps.py
+    PYTHONPATH=REPOSITORY:REPOSITORY/tests/support python tests/support/release_steps.py
 
 A job is [FOLDER], that of a release or "" for the installed one. A fork for each imports Megatron and prints the
 version and the losses of the layers.

@@ -1,6 +1,6 @@
 """A framework's model of a Hugging Face folder with attached layers: steps of training, and an export.
 
-    PYTHONPATH=ENVIRONMENT:REPOSITORY:REPOSITORY/tests python tests/support/stack_worker.py FRAMEWORK
+    PYTHONPATH=ENVIRONMENT:REPOSITORY:REPOSITORY/tests/support python tests/support/stack_worker.py FRAMEWORK
 
 FRAMEWORK is one of BUILDERS. It is imported once; a fork does each job that comes as a line of JSON on standard input:
 

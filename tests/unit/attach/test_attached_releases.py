@@ -21,7 +21,8 @@ Steps = Callable[[str], dict[str, Any]]
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steps]:
     """What release_steps.py prints with a folder first on the path."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    paths = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'support'}"
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).parents[2] / "support" / "release_steps.py")]
     with worker(command, environment, tmp_path_factory.mktemp("releases") / "log") as record_of:
         yield record_of

@@ -39,14 +39,12 @@ OF_TESTS = "unit_engine"
 
 def check(*flags: str | Path, before: str = "pass") -> "subprocess.CompletedProcess[str]":
     """A check in a fork, after some code."""
-    code = f"import runpy, sys; sys.path.insert(0, {str(fork_server.ROOT / 'tests')!r}); {before}; "
+    code = f"import runpy, sys; sys.path.insert(0, {str(fork_server.ROOT / 'tests' / 'support')!r}); {before}; "
     code += f"sys.argv[0] = {SCRIPT!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
     return fork_server.run([sys.executable, "-c", code, *map(str, flags)], env=WITHOUT_DEVICE)
 
 
-OF_CASES = (
-    "from benchmarks.gpu import PARTS; PARTS.clear(); from tests.unit.gpu_part_cases import CASES; PARTS |= CASES"
-)
+OF_CASES = "from benchmarks.gpu import PARTS; PARTS.clear(); from gpu_part_cases import CASES; PARTS |= CASES"
 
 
 def results_of(parts: list[str], out: Path) -> dict[str, Any]:

@@ -17,14 +17,15 @@ CI = ROOT / ".ci" / "run"
 
 
 def test_no_two_files_have_the_same_name() -> None:
-    """Their folders are all on sys.path, where the first would stand for both."""
+    """Those of tests/support are found by their names, and pytest finds test files by theirs."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
     assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_the_longest_files_exist(pytestconfig: pytest.Config) -> None:
     tiers = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
-    assert [name for name in tiers.LONGEST if not (ROOT / name).exists()] == []
+    there = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    assert [name for name in tiers.LONGEST if f"test_{name}" not in there] == []
 
 
 CASES = """
@@ -42,8 +43,8 @@ def test_of_the_first_tier():
 
 @pytest.fixture
 def two_tiers(tmp_path: Path) -> Path:
-    for name in ("conftest.py", "put_back.py", "quicker.py"):
-        (tmp_path / name).write_text((ROOT / "tests" / name).read_text())
+    for name in ("conftest.py", "support/put_back.py", "support/quicker.py"):
+        (tmp_path / Path(name).name).write_text((ROOT / "tests" / name).read_text())
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = matrix\n")
     (tmp_path / "test_cases.py").write_text(CASES)
     return tmp_path

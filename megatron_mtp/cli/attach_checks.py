@@ -84,9 +84,10 @@ def _check(settings: AttachSettings) -> None:
             )
     kind = None if settings.drafter is None else DRAFTERS[settings.drafter]
     if settings.drafter_init == "fitted" and (kind is None or not kind.can_be_fitted or is_chat_file(settings.corpus)):
+        fitted = fitted_kind()
         raise ValueError(
-            f"--drafter-init is fitted, which {fitted_kind().called} (--drafter {fitted_kind().name}) on a text alone "
-            "can be; give random."
+            f"--drafter-init is fitted, which {fitted.called} (--drafter {fitted.name}) on a text alone can be; give "
+            "random."
         )
     if kind is not None and kind.fills_blocks and number_of(settings.token_fraction) != 1:
         raise ValueError(

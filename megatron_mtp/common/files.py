@@ -51,6 +51,19 @@ def written_beside(target: Path, shared: bool = False) -> Iterator[Path]:
         remove(beside)
 
 
+def write_page(target: Path, text: str, flag: str) -> None:
+    """Write a page as a whole, which others may read; `flag` names its file.
+
+    Raises:
+        ValueError: it cannot be written there.
+    """
+    try:
+        with written_beside(target, shared=True) as beside:
+            beside.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{target} cannot be written ({error.strerror}); name another file with {flag}.") from error
+
+
 def remove(path: Path) -> None:
     """A file, a link or a folder with all that it holds, if it is there."""
     if path.is_dir() and not path.is_symlink():

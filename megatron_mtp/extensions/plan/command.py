@@ -5,7 +5,7 @@ from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from megatron_mtp.common.errors import Parser, check_counts, from_extra, named, status_of
-from megatron_mtp.common.files import written_beside
+from megatron_mtp.common.files import write_page
 
 if TYPE_CHECKING:
     from megatron_mtp.extensions.plan.hardware import Card
@@ -115,12 +115,7 @@ def _card_here(words: list[str]) -> "Card":
 def _write_page(args: Namespace, made: "Plan", drafting: "Drafting | None") -> None:
     with from_extra("report", "the page", "plotly"):
         from megatron_mtp.extensions.plan.picture import page
-    text = page(made, drafting)
-    try:
-        with written_beside(args.output, shared=True) as beside:
-            beside.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{args.output} cannot be written ({error.strerror}); name another file.") from error
+    write_page(args.output, page(made, drafting), "--output")
 
 
 def _check(args: Namespace) -> None:

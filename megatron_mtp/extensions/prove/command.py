@@ -5,7 +5,7 @@ from argparse import Namespace
 from dataclasses import replace
 
 from megatron_mtp.common.errors import Parser, named, status_of
-from megatron_mtp.common.files import written_beside
+from megatron_mtp.common.files import write_page
 
 FOUND_WRONG = 1
 """Exit status where a case is wrong."""
@@ -93,9 +93,5 @@ def _print(args: Namespace) -> int:
         proof = prove(tiny, *cases_of(tiny, args.all), args.megatron, args.seconds)
     print(json.dumps(as_json(proof)) if args.json else as_text(proof), flush=True)
     if args.report is not None:
-        try:
-            with written_beside(args.report, shared=True) as beside:
-                beside.write_text(as_page(proof), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"{args.report} cannot be written ({error.strerror}); name another file.") from error
+        write_page(args.report, as_page(proof), "--report")
     return 0 if proof.is_right else FOUND_WRONG

@@ -3,7 +3,7 @@
 from argparse import Namespace
 
 from megatron_mtp.common.errors import Parser, from_extra, named, status_of
-from megatron_mtp.common.files import written_beside
+from megatron_mtp.common.files import write_page
 
 PAGE = "report.html"
 
@@ -46,10 +46,6 @@ def write(args: Namespace) -> int:
         from megatron_mtp.extensions.report.page import page
         from megatron_mtp.extensions.report.runs import read_runs
     text, target = page(read_runs(args.runs)), args.output or args.runs[0] / PAGE
-    try:
-        with written_beside(target, shared=True) as beside:
-            beside.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{target} cannot be written ({error.strerror}); name another file with --output.") from error
+    write_page(target, text, "--output")
     print(target)
     return 0

@@ -22,6 +22,12 @@ def test_no_two_files_have_the_same_name() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
+def test_the_map_of_what_tests_share_has_every_module() -> None:
+    folder = ROOT / "tests" / "support"
+    rows = re.findall(r"^\| `(\w+)` \| .+ \|$", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert rows == sorted(path.stem for path in folder.glob("*.py"))
+
+
 def test_the_longest_files_exist(pytestconfig: pytest.Config) -> None:
     tiers = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
     there = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}

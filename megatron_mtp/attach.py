@@ -592,8 +592,8 @@ def _heads_refused(heads: Sequence[Head]) -> Refused:
     return [
         (
             unread,
-            f"{', '.join(dict.fromkeys(unread))} in the settings is not for such attached heads; drop it, or train by "
-            "megatron-mtp train.",
+            f"{', '.join(dict.fromkeys(unread))} in the settings is not for such attached heads; leave it out, or give "
+            "it to megatron-mtp train.",
         ),
         (
             sum(head.settings.drafter is None for head in heads) > 1,

@@ -2,18 +2,9 @@
 
 from pathlib import Path
 
-import pytest
-
 from megatron_mtp.cli import attach
 from megatron_mtp.cli.attach_settings import AttachSettings
 from megatron_mtp.cli.attach_steps import STEPS
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text("{}")
-    return tmp_path / "hf"
 
 
 def settings(model: Path, run: Path, *flags: str) -> AttachSettings:

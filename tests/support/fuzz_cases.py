@@ -409,7 +409,6 @@ run --output nowhere/x.html
 
 BAD_OTHERS = """
 doctor --no-such-flag
-completion bash zsh
 --no-such-flag
 """
 
@@ -418,8 +417,6 @@ doctor
 doctor --json
 doctor --probe
 doctor --help
-completion bash
-completion zsh
 train --help
 generate --help
 convert --help
@@ -427,7 +424,6 @@ convert hf-to-mcore --help
 preprocess --help
 evaluate --help
 report --help
-completion --help
 --help
 --version
 report run

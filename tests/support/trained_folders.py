@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from megatron.core import dist_checkpointing
 
-from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.megatron.checkpoint import TRACKER
 from megatron_mtp.model.arguments import completed, config_of, parsed
 from megatron_mtp.model.build import build
@@ -36,8 +34,3 @@ def trained(folder: Path, flags: str = "", vocabulary: int | None = 100, tokeniz
     args.vocab_size, args.tokenizer_model = vocabulary, None if tokenizer is None else str(tokenizer)
     model = build(config_of(completed(args)))
     return save(model, args, folder)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_bpe(["some words to make a vocabulary of"] * 3, 260, tmp_path_factory.mktemp("tokenizer") / "bpe")

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 
 def write_dataset(prefix: Path, documents: list[list[int]], dtype: type[np.integer] = np.uint16) -> str:
@@ -20,8 +19,3 @@ def write_random_dataset(prefix: Path, vocabulary: int) -> str:
     """Documents of 20 to 89 random tokens each, some 3,800 together."""
     draw = np.random.default_rng(0)
     return write_dataset(prefix, [list(draw.integers(3, vocabulary, 20 + n % 100)) for n in range(70)])
-
-
-@pytest.fixture
-def prefix(tmp_path: Path) -> str:
-    return write_dataset(tmp_path / "c", [[5, 6, 0], [9, 0]])

@@ -28,6 +28,7 @@ from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.megatron.checkpoint import EMBEDDING, OUTPUT
 from megatron_mtp.megatron.checkpoint.reader import DistReader
+from megatron_mtp.model.stock_drafter import SPECS
 
 _HERE = Path("the model")
 
@@ -166,10 +167,12 @@ class LiveReader(DistReader):
         self.folder, self._args = _HERE, args
         entries: dict[str, Any] = {str(i): unwrap_model(chunk).sharded_state_dict() for i, chunk in enumerate(chunks)}
         apply_factories(entries)
+        attached = {f"{name}." for chunk in chunks for name in getattr(unwrap_model(chunk), SPECS, {})}
+        left_out = tuple(attached - renamed.keys())  # drafters, which have folders of their own
         self._held: dict[tuple[str, Shape], Tensor] = {}
         described: list[tuple[str, Shape, Shape, Shape, torch.dtype]] = []
         for entry in nested_values(entries):
-            if isinstance(entry, ShardedTensor):
+            if isinstance(entry, ShardedTensor) and not entry.key.startswith(left_out):
                 assert entry.data is not None
                 for given, own in renamed.items():
                     entry.key = re.sub(f"^{re.escape(given)}", own, entry.key)

@@ -529,3 +529,12 @@ def test_a_drafter_with_latent_attention_has_a_class_of_its_own(
 
 def test_every_kind_of_drafters_in_the_table_is_one_of_ours() -> None:
     assert {kind for engine in ENGINES.values() for kind in engine.drafters} <= {*DRAFTERS}
+
+
+def test_a_verb_of_the_release_before_runs_by_its_new_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["foretell", "--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("usage: megatron-mtp predict ")
+    assert shown.err == "megatron-mtp: foretell is predict now; the old name works for one release.\n"

@@ -33,6 +33,14 @@ from megatron_mtp.megatron.checkpoint import TRACKER
 from megatron_mtp.spec.kinds import DRAFTERS
 from megatron_mtp.training.run_files import write_documents
 
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    return tmp_path / "hf"
+
+
 ORDER = "preprocess convert convert train train convert convert generate".split()
 
 

@@ -741,11 +741,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no depths": ({}, {"depths": None}, "the model has no MTP layers, and depths is None; give the number"),
     "none": ({}, {"depths": 0}, "depths is 0; give 1 or more"),
     "others": ({"depths": 2}, {"depths": 3}, "the model has 2 MTP layers, and depths is 3; give None"),
-    "settings": ({}, DEPTHS_ONLY, "mtp_architecture in the settings is not for such attached heads; drop it"),
+    "settings": ({}, DEPTHS_ONLY, "mtp_architecture in the settings is not for such attached heads; leave it out"),
     "draft vocabulary": (
         {},
         {"settings": MTPConfig(mtp_draft_vocab_size=8)},
-        "mtp_draft_vocab_size in the settings is not for such attached heads; drop it, or train by",
+        "mtp_draft_vocab_size in the settings is not for such attached heads; leave it out, or give",
     ),
     "schedule": (
         {},

@@ -222,12 +222,3 @@ def test_apex_is_nvidias_alone(folder: str, found: str | None, tmp_path: Path, m
     apex: Component = doctor._apex()
     assert apex.found == found
     assert ("another project" in apex.says) == (found is None)
-
-
-def test_a_verb_of_the_release_before_runs_by_its_new_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["foretell", "--help"])
-    assert end.value.code == 0
-    shown = capsys.readouterr()
-    assert shown.out.startswith("usage: megatron-mtp predict ")
-    assert shown.err == "megatron-mtp: foretell is predict now; the old name works for one release.\n"

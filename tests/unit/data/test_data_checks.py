@@ -12,6 +12,11 @@ from megatron_mtp.data import checks
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_weights
 
 
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    return write_dataset(tmp_path / "c", [[5, 6, 0], [9, 0]])
+
+
 def refusal(prefix: str, vocab_size: int = 10) -> str:
     with pytest.raises(ValueError, match=r"^--data-path: ") as error:
         check_data_prefixes([prefix], vocab_size)

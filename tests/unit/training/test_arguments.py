@@ -11,7 +11,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from megatron.core.dist_checkpointing import ShardedTensor
-from run_flags import DEPTHS, MOCK, MODEL, ROPE, refusal
+from run_flags import DEPTHS, MOCK, MODEL, ROPE, _in_no_job, refusal  # noqa: F401  # a fixture
 
 from megatron_mtp.cli import main as cli
 from megatron_mtp.cli.train import EXAMPLES

@@ -119,9 +119,9 @@ def test_a_checkpoint_of_a_line_drafts(name: str, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(load, "transformer_engine_works", lambda: has_te)  # noqa: B023
         if ranks == 2 and args.num_experts and args.add_bias_linear:
             with pytest.raises(ValueError, match="has experts with biases"):
-                load._config(args, torch.bfloat16, "it")
+                load.drafting_config(args, torch.bfloat16, "it")
             continue
-        config = load._config(args, torch.bfloat16, "it").transformer
+        config = load.drafting_config(args, torch.bfloat16, "it").transformer
         assert settings(config) == settings(model.transformer)
         assert (config.transformer_impl == "transformer_engine") == (has_te and ranks == 2)
         assert (config.tensor_model_parallel_size, config.pipeline_model_parallel_size) == (ranks, 1)

@@ -16,10 +16,17 @@ from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, keep_hf_files
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.checkpoint.verify.verify import verify
+from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.megatron.checkpoint import HF_FILES
 from megatron_mtp.model.arguments import completed, config_of, parse_flags
 from megatron_mtp.model.build import build
 from megatron_mtp.training.arguments import checkpoint_arguments
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_bpe(["some words to make a vocabulary of"] * 3, 260, tmp_path_factory.mktemp("tokenizer") / "bpe")
+
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 

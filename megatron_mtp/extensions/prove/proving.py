@@ -157,18 +157,7 @@ def _ranks(
         ],
     }
     torch.save(job, folder / "job.pt")
-    paths = [str(megatron.absolute())] if megatron is not None else []
-    paths += [str(Path(__file__).parents[3])] if tiny.attached or tiny.is_hybrid else []
-    paths += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "CUDA_VISIBLE_DEVICES": "",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asserts it for TP and CP
-        "OMP_NUM_THREADS": "1",
-        "TORCH_COMPILE_DISABLE": "1",
-        "NO_VCS_VERSION": "1",
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-    }
+    environment = environment_of(megatron, reads_package=tiny.attached or tiny.is_hybrid)
     with (folder / "errors").open("w+") as errors:
         command = [sys.executable, "-P", worker.__file__, str(folder / "job.pt"), str(folder)]
         process = subprocess.Popen(
@@ -180,6 +169,27 @@ def _ranks(
             if process.poll() is None:
                 os.killpg(process.pid, 9)
             process.wait()
+
+
+def environment_of(megatron: Path | None, reads_package: bool) -> dict[str, str]:
+    """Of a process on the CPU that is judged.
+
+    Args:
+        megatron: folder that is first in its path of modules.
+        reads_package: whether it imports this package, wherever that is.
+    """
+    paths = [str(megatron.absolute())] if megatron is not None else []
+    paths += [str(Path(__file__).parents[3])] if reads_package else []
+    paths += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asserts it for TP and CP
+        "OMP_NUM_THREADS": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+        "NO_VCS_VERSION": "1",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }
 
 
 def _told(process: "subprocess.Popen[str]", errors: Any, megatron: Path | None) -> Iterator[dict[str, Any]]:

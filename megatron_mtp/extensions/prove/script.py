@@ -1,6 +1,5 @@
 """The user's own training script: two steps of it on the CPU, with mock data, judged by the reference."""
 
-import os
 import re
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from megatron_mtp.extensions.prove import script_worker
 from megatron_mtp.extensions.prove.grads import proof_of_steps
-from megatron_mtp.extensions.prove.proving import Proof
+from megatron_mtp.extensions.prove.proving import Proof, environment_of
 from megatron_mtp.extensions.prove.shrink import (
     EXPERT_FFN,
     EXPERTS,
@@ -108,19 +107,12 @@ def _flags(words: Sequence[str], tiny: Tiny) -> Iterator[str]:
 
 def _run(script: Path, flags: Sequence[str], megatron: Path | None, folder: Path) -> None:
     """Let the script write its steps to a folder."""
-    paths = [str(megatron.absolute())] if megatron is not None else []
-    paths += [str(Path(__file__).parents[3]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_COMPILE_DISABLE": "1",
+    environment = environment_of(megatron, reads_package=True) | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
     command = [sys.executable, "-P", script_worker.__file__, str(folder), str(script.absolute()), *flags]
     try:

@@ -266,14 +266,12 @@ def config_of(job: dict[str, Any], case: dict[str, Any]) -> Any:
 
 def model_of(job: dict[str, Any], config: Any) -> Any:
     """The model of this rank."""
-    from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     sizes = job["model"]
-    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     if "pattern" in sizes:
-        return hybrid_model_of(sizes, config, first, last)
+        return hybrid_model_of(sizes, config)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     whole = spec
     if not getattr(spec, "layer_specs", None):  # a stage without layers: the MTP layers are like the trunk's last
@@ -286,17 +284,26 @@ def model_of(job: dict[str, Any], config: Any) -> Any:
         spec,
         sizes["vocab"],
         sizes["positions"],
-        pre_process=first,
-        post_process=last,
-        share_embeddings_and_output_weights=sizes["tied"],
-        position_embedding_type=sizes["position_embedding"],
-        rotary_base=sizes["rotary_base"],
-        rotary_percent=sizes["rotary_percent"],
+        **ends_of(sizes),
         mtp_block_spec=of_mtp,
     ).train()
 
 
-def hybrid_model_of(sizes: dict[str, Any], config: Any, first: bool, last: bool) -> Any:
+def ends_of(sizes: dict[str, Any]) -> dict[str, Any]:
+    """What GPTs and hybrids are told of their embedding and output layer, on this rank."""
+    from megatron.core import parallel_state
+
+    return {
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+        "share_embeddings_and_output_weights": sizes["tied"],
+        "position_embedding_type": sizes["position_embedding"],
+        "rotary_base": sizes["rotary_base"],
+        "rotary_percent": sizes["rotary_percent"],
+    }
+
+
+def hybrid_model_of(sizes: dict[str, Any], config: Any) -> Any:
     """The hybrid model of this rank, with Megatron's MTP block."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -316,12 +323,7 @@ def hybrid_model_of(sizes: dict[str, Any], config: Any, first: bool, last: bool)
         sizes["vocab"],
         sizes["positions"],
         pattern if config.mtp_num_layers else pattern.partition("/")[0],
-        pre_process=first,
-        post_process=last,
-        share_embeddings_and_output_weights=sizes["tied"],
-        position_embedding_type=sizes["position_embedding"],
-        rotary_base=sizes["rotary_base"],
-        rotary_percent=sizes["rotary_percent"],
+        **ends_of(sizes),
     ).train()
 
 

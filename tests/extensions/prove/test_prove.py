@@ -500,7 +500,7 @@ def test_a_case_in_bf16_has_bounds_of_its_own_and_the_cause_of_float32(tmp_path:
     in_bf16 = replace(case, in_bf16=True)
     noise = torch.Generator().manual_seed(2)
     event = told(tmp_path, in_bf16, weights, PAPER)
-    content = torch.load(event["file"])
+    content = torch.load(event["file"], weights_only=True)
     for name, one in content["step"]["gradients"].items():
         content["step"]["gradients"][name] = one * (1 + 0.06 * torch.randn(one.shape, generator=noise))
     content["control"]["gradients"] = {name: 1.05 * one for name, one in content["control"]["gradients"].items()}
@@ -537,7 +537,7 @@ def test_copies_of_a_weight_that_differ_are_wrong(tmp_path: Path) -> None:
 def test_a_trunk_that_is_wrong_by_itself_is_no_verdict_on_mtp(tmp_path: Path) -> None:
     case, weights = Case(ONE, "rows", False), weights_of(TINY)
     event = told(tmp_path, case, weights, PAPER)
-    content = torch.load(event["file"])
+    content = torch.load(event["file"], weights_only=True)
     content["control"]["gradients"]["decoder.final_layernorm.weight"] *= 1.5
     torch.save(content, event["file"])
     verdict = judged(event, case)
@@ -560,7 +560,7 @@ def test_a_model_that_the_equations_do_not_describe_is_compared_with_one_process
     assert judge.verdict(of_two, told(tmp_path, of_two, weights, PAPER, **foreign)).status == BASE
     assert judge.verdict(replicas, told(tmp_path, replicas, weights, PAPER, **foreign)).status == RIGHT
     event = told(tmp_path, two, weights, PAPER, **foreign)
-    content = torch.load(event["file"])
+    content = torch.load(event["file"], weights_only=True)
     content["control"]["gradients"]["decoder.final_layernorm.weight"] *= 1.5
     torch.save(content, event["file"])
     assert "without MTP layers too" in judge.verdict(two, event).words

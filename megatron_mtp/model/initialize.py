@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -180,6 +181,11 @@ class RandomWeights:
             deviation /= math.sqrt(settings.hidden_size / settings.mup_base_hidden_size)
         return cls(seed, deviation, layers, 0.0 if getattr(settings, "layernorm_zero_centered_gamma", False) else 1.0)
 
+    @cached_property
+    def _of_kinds(self) -> dict[str, float | None]:
+        """How the parameters begin that kinds of drafters have of their own, by name."""
+        return {own: deviation for row in DRAFTERS.values() for own, deviation in row.begins.items()}
+
     def draw(self, key: str, shape: Sequence[int], part: Part | None = None) -> Tensor | None:
         """The part of a tensor, float32; None where there is no rule for this kind of tensor.
 
@@ -194,11 +200,10 @@ class RandomWeights:
         if module == CONVOLUTION:
             bound = 1 / math.sqrt(shape[-1] if name == "weight" else KERNEL)
             return self._uniform(key, shape, part, -bound, bound)
-        of_kinds = {own: deviation for row in DRAFTERS.values() for own, deviation in row.begins.items()}
-        if name in ZERO or of_kinds.get(name) == 0:
+        if name in ZERO or self._of_kinds.get(name) == 0:
             return torch.zeros(tuple(shape))[part]
-        if name in of_kinds:
-            return (of_kinds[name] or self.deviation) * self._normal(key, shape, part)
+        if name in self._of_kinds:
+            return (self._of_kinds[name] or self.deviation) * self._normal(key, shape, part)
         if name == "base_kernel":
             made = torch.zeros(tuple(shape))
             made[:, 0] = 1  # a convolution that changes nothing

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from eagle_reference import rms, states_after, turned
+from eagle_reference import compared, rms, states_after, turned
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron_single import LENGTH, VOCABULARY, make_batch, one_head, our_model
@@ -228,27 +228,16 @@ def losses(
     settings = MTPConfig(**KINDS[kind], **({"mtp_loss": "dpace"} if is_paced else LOSSES[kind]))
     loss, group = depth_loss(settings), parallel_state.get_context_parallel_group()
     weights = depth_weights(settings, DRAFTS, 1.0, loss)
-    output = model(
-        *(batch[name] for name in ("tokens", "position_ids")),
-        batch["attention_mask"] if has_mask else None,
-        labels=batch["labels"],
-        output_processor=one_head(
-            weights,
-            group,
-            loss,
-            linear_main=True,
-            trains_trunk=False,
-            measures_acceptance=True,
-            base_share=BASE_SHARE if kind == "domino" else 0,
-        ),
-        output_processor_context=[batch["depths"]],
+    objective = one_head(
+        weights,
+        group,
+        loss,
+        linear_main=True,
+        trains_trunk=False,
+        measures_acceptance=True,
+        base_share=BASE_SHARE if kind == "domino" else 0,
     )
-    ours = (output.loss - output.main.total) / output.main.tokens
-    expected = reference_loss(model, kind, batch, read, is_paced)
-    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    trained = [model.get_parameter(name) for name in names]
-    found, wanted = (dict(zip(names, torch.autograd.grad(loss, trained), strict=True)) for loss in (ours, expected))
-    return ours, expected, found, wanted
+    return compared(model, batch, objective, lambda: reference_loss(model, kind, batch, read, is_paced), has_mask)
 
 
 def earlier(states: list[Tensor]) -> Tensor:

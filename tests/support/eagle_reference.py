@@ -144,14 +144,23 @@ def losses(
     batch = make_batch(STEPS)
     settings = MTPConfig(drafter=name, mtp_loss="kd")
     weights, group = depth_weights(settings, STEPS, 1.0), parallel_state.get_context_parallel_group()
+    objective = one_head(weights, group, KD, linear_main=True, trains_trunk=False)
+    return compared(model, batch, objective, lambda: reference_loss(model, batch, read, kind))
+
+
+def compared(
+    model: GPTModel, batch: dict[str, Any], objective: Any, reference: Callable[[], Tensor], has_mask: bool = True
+) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """The drafter's part of the objective's loss and the reference's, and the gradients of both by name."""
     output = model(
-        *(batch[name] for name in ("tokens", "position_ids", "attention_mask")),
+        *(batch[name] for name in ("tokens", "position_ids")),
+        batch["attention_mask"] if has_mask else None,
         labels=batch["labels"],
-        output_processor=one_head(weights, group, KD, linear_main=True, trains_trunk=False),
+        output_processor=objective,
         output_processor_context=[batch["depths"]],
     )
     ours = (output.loss - output.main.total) / output.main.tokens
-    expected = reference_loss(model, batch, read, kind)
+    expected = reference()
     names = [name for name, weight in model.named_parameters() if weight.requires_grad]
     trained = [model.get_parameter(name) for name in names]
     found, wanted = (dict(zip(names, torch.autograd.grad(loss, trained), strict=True)) for loss in (ours, expected))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_reference import rms, side_by_side, states_after, turned
+from eagle_reference import compared, rms, side_by_side, states_after, turned
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron_single import LENGTH, VOCABULARY, make_batch, one_head, our_model
@@ -110,21 +110,9 @@ def losses(
         batch["depths"] = with_blocks(batch["depths"], blocks, (1, 2), LENGTH)
     settings = MTPConfig(**SETTINGS, **DRAFTERS["peagle"].loss)
     loss, group = depth_loss(settings), parallel_state.get_context_parallel_group()
-    output = model(
-        *(batch[name] for name in ("tokens", "position_ids")),
-        batch["attention_mask"] if has_mask else None,
-        labels=batch["labels"],
-        output_processor=one_head(
-            depth_weights(settings, DRAFTS, 1.0, loss), group, loss, linear_main=True, trains_trunk=False
-        ),
-        output_processor_context=[batch["depths"]],
-    )
-    ours = (output.loss - output.main.total) / output.main.tokens
-    expected = reference_loss(model, batch, read, window, before)
-    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    trained = [model.get_parameter(name) for name in names]
-    found, wanted = (dict(zip(names, torch.autograd.grad(loss, trained), strict=True)) for loss in (ours, expected))
-    return ours, expected, found, wanted
+    weights = depth_weights(settings, DRAFTS, 1.0, loss)
+    objective = one_head(weights, group, loss, linear_main=True, trains_trunk=False)
+    return compared(model, batch, objective, lambda: reference_loss(model, batch, read, window, before), has_mask)
 
 
 @pytest.mark.parametrize("drafted", [None, DRAFTED], ids=["trunk's head", "own head"])

@@ -1,12 +1,15 @@
 """Drafters of every kind for stock models of four layers, and the gradients of the stage that `train` builds."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron_single import VOCABULARY, one_head
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron_single import VOCABULARY, make_batch, one_head
+from stock_models import draw, learned, packed_batch, stock
 from torch import Tensor
 
 from megatron_mtp.attach import Head
@@ -94,3 +97,26 @@ def gradients_of_stage(
     (made.heads[0].loss / depths.whole_tokens[0]).backward()
     found = {name.replace("mtp.", own): each.grad for name, each in ours.named_parameters()}
     return {name: head.weight * grad for name, grad in found.items() if grad is not None and name.startswith(own)}
+
+
+def batch_of(form: str) -> tuple[dict[str, Any], Any]:
+    batch = make_batch(STEPS)
+    return (batch, None) if form == "rows" else packed_batch(batch)
+
+
+def given(batch: dict[str, Any]) -> tuple[Any, ...]:
+    return batch["tokens"], batch["labels"], batch["loss_mask"]
+
+
+def beside_policy(trunk: str, form: str, attaching: Callable[[Any], Any]) -> tuple[Any, dict[str, Tensor], list[str]]:
+    """A stock model with heads, what it learned in a step, and what of the policy differs from a model without them."""
+    (batch, packed), layers = batch_of(form), {} if trunk == "hybrid" else LAYERS
+    plain, model = stock(trunk, **layers), stock(trunk, **layers)
+    attached = attaching(model)
+    for each in (plain, model):
+        draw(each)
+    destroy_moe_metrics_tracker()
+    expected = learned(plain, batch, packed, None)
+    destroy_moe_metrics_tracker()
+    found = learned(model, batch, packed, lambda: attached.loss(*given(batch)).loss)
+    return model, found, [name for name, value in expected.items() if not torch.equal(found[name], value)]

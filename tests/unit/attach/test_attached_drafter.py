@@ -10,10 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_settings import LAYERS, SETTINGS, STEPS, gradients_of_stage, settings_of, trained
-from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from drafter_settings import (
+    LAYERS,
+    SETTINGS,
+    STEPS,
+    batch_of,
+    beside_policy,
+    given,
+    gradients_of_stage,
+    settings_of,
+    trained,
+)
 from megatron_single import VOCABULARY, make_batch, our_model, relative_difference
-from stock_models import draw, learned, packed_batch, stock
+from stock_models import draw, stock
 from tiers import tiered
 from torch import Tensor
 
@@ -28,15 +37,6 @@ from megatron_mtp.spec.kinds import DRAFTERS
 pytestmark = pytest.mark.usefixtures("megatron")
 
 FORMS = ["rows", "packed"]
-
-
-def batch_of(form: str) -> tuple[dict[str, Any], Any]:
-    batch = make_batch(STEPS)
-    return (batch, None) if form == "rows" else packed_batch(batch)
-
-
-def given(batch: dict[str, Any]) -> tuple[Any, ...]:
-    return batch["tokens"], batch["labels"], batch["loss_mask"]
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
@@ -76,17 +76,9 @@ def test_every_kind_is_attached_here() -> None:
     ),
 )
 def test_the_policy_does_not_change_by_a_bit(trunk: str, kind: str, depths: int | None, form: str) -> None:
-    (batch, packed), layers = batch_of(form), {} if trunk == "hybrid" else LAYERS
-    plain, model = stock(trunk, **layers), stock(trunk, **layers)
     settings = settings_of(kind, mtp_train_only=depths is not None)
-    attached = attach(model, depths, settings)
-    for each in (plain, model):
-        draw(each)
-    destroy_moe_metrics_tracker()
-    expected = learned(plain, batch, packed, None)
-    destroy_moe_metrics_tracker()
-    found = learned(model, batch, packed, lambda: attached.loss(*given(batch)).loss)
-    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+    model, found, differ = beside_policy(trunk, form, lambda model: attach(model, depths, settings))
+    assert differ == []
     own = {name for name in found if name.startswith(f"gradient of drafter_{kind}.")}
     assert own == {f"gradient of {name}" for name, _ in model.named_parameters() if name.startswith(f"drafter_{kind}.")}
     assert all(found[name].any() for name in own)

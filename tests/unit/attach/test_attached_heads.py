@@ -13,6 +13,9 @@ from drafter_settings import (
     LAYERS,
     SETTINGS,
     STEPS,
+    batch_of,
+    beside_policy,
+    given,
     gradients_of_stage,
     settings_of,
     several_heads,
@@ -22,10 +25,9 @@ from drafter_settings import (
 from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron_single import VOCABULARY, make_batch, megatron_name, our_model, relative_difference
 from safetensors.torch import load_file
-from stock_models import draw, learned, packed_batch, stock
+from stock_models import draw, learned, stock
 from tiers import tiered
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,15 +48,6 @@ WITH_VOCABULARY = [kind for kind in SETTINGS if kind not in ("dflash2", "domino"
 """Kinds that can have a draft vocabulary."""
 
 
-def batch_of(form: str) -> tuple[dict[str, Any], Any]:
-    batch = make_batch(STEPS)
-    return (batch, None) if form == "rows" else packed_batch(batch)
-
-
-def given(batch: dict[str, Any]) -> tuple[Any, ...]:
-    return batch["tokens"], batch["labels"], batch["loss_mask"]
-
-
 def forward(model: Any, batch: dict[str, Any], packed: Any = None) -> Tensor:
     made: Tensor = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], packed_seq_params=packed)
     return made
@@ -68,16 +61,8 @@ def with_several() -> tuple[Any, Any]:
 @pytest.mark.parametrize("form", ["rows", "packed"])
 @pytest.mark.parametrize("trunk", tiered(["dense", "moe", "latent", "hybrid"], ["dense", "hybrid"]))
 def test_several_heads_do_not_change_the_policy_by_a_bit(trunk: str, form: str) -> None:
-    (batch, packed), layers = batch_of(form), {} if trunk == "hybrid" else LAYERS
-    plain, model = stock(trunk, **layers), stock(trunk, **layers)
-    attached = attach(model, heads=several_heads())
-    for each in (plain, model):
-        draw(each)
-    destroy_moe_metrics_tracker()
-    expected = learned(plain, batch, packed, None)
-    destroy_moe_metrics_tracker()
-    found = learned(model, batch, packed, lambda: attached.loss(*given(batch)).loss)
-    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+    _, found, differ = beside_policy(trunk, form, lambda model: attach(model, heads=several_heads()))
+    assert differ == []
     own = {name for name in found if name.startswith(("gradient of drafter_", "gradient of mtp."))}
     assert {name.split()[-1].partition(".")[0] for name in own} == {"drafter_dspark", "mtp", "drafter_eagle3"}
     assert all(found[name].any() for name in own)

@@ -205,12 +205,13 @@ def optimizer_of(model: Any, rate: float = RATE) -> Any:
     return get_mtp_optimizer(config, [model], lr=rate, clip_grad=1.0)
 
 
-def attaching(**settings: Any) -> Hook:
+def attaching(depths: int | None = 1, weight: float = WEIGHT, **settings: Any) -> Hook:
     """A hook as integrations/README.md has it."""
-    from megatron_mtp.attach import attach
+    from megatron_mtp.attach import Head, attach
     from megatron_mtp.spec.config import MTPConfig
 
-    return lambda chunks: attach(chunks, 1, MTPConfig(**settings), weight=WEIGHT) and chunks
+    heads = [Head(MTPConfig(**settings), depths)]
+    return lambda chunks: attach(chunks, heads=heads, weight=weight) and chunks
 
 
 def layers_loss(model: Any) -> float:
@@ -286,17 +287,10 @@ def lora(made: Any, folder: Path, batches: list[dict[str, Tensor]], out: Path, h
 
 def drafter(made: Any, folder: Path, batches: list[dict[str, Tensor]], out: Path, head: str) -> dict[str, Any]:
     """Fine-tuning with a drafter of the kind `head`, beside the same without one; OUT/drafter is its folder."""
-    from megatron_mtp.attach import Head, attach
     from megatron_mtp.checkpoint.convert.live_drafter import export_drafter
-    from megatron_mtp.spec.config import MTPConfig
 
-    heads = [Head(MTPConfig(drafter=head, drafter_steps=3, drafter_layers=(1, 2, 3)))]
-
-    def attaching(chunks: Any) -> Any:
-        attach(chunks, heads=heads, weight=1.0)
-        return chunks
-
-    plain, model = made.build(None), made.build(None, attaching)
+    hook = attaching(None, 1.0, drafter=head, drafter_steps=3, drafter_layers=(1, 2, 3))
+    plain, model = made.build(None), made.build(None, hook)
     record = beside(plain, model, batches, policy=False, rate=RATE)
     export_drafter(model, out / "drafter")
     write(dict(made.export(plain)), json.loads((folder / "config.json").read_text()), out / "trunk")

@@ -281,14 +281,15 @@ def given_model(text: str) -> Trunk:
     return trunk
 
 
+TRUNK_FLAG = {
+    "type": given_model,
+    "metavar": "NAME=DIR",
+    "help": "the folder of a Hugging Face model in the place of what is trained here, under this name",
+}
 FLAGS: dict[str, dict[str, Any]] = {
     "--steps": {"type": count, "metavar": "N", "help": "of a training; default: 300"},
     "--seeds": {"type": count, "metavar": "N", "help": "trainings of every cell; default: 3"},
-    "--trunk": {
-        "type": given_model,
-        "metavar": "NAME=DIR",
-        "help": "the folder of a Hugging Face model in the place of the three trunks, under this name",
-    },
+    "--trunk": TRUNK_FLAG,
 }
 
 if __name__ == "__main__":

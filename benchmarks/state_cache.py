@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
 from benchmarks.harness import Found, Goal, Table, count, main
-from benchmarks.recipes import RECIPES, SAME_RATES, SHARED, Bench, given_model
+from benchmarks.recipes import RECIPES, SAME_RATES, SHARED, TRUNK_FLAG, Bench
 from benchmarks.verbs import run
 from megatron_mtp.common.files import remove
 from megatron_mtp.training.run_files import read_rows
@@ -104,11 +104,7 @@ def trained(bench: Bench, trunk: str, context: int, head: str, more: list[Any]) 
 
 FLAGS: dict[str, dict[str, Any]] = {
     "--steps": {"type": count, "metavar": "N", "help": "of a training; default: 20"},
-    "--trunk": {
-        "type": given_model,
-        "metavar": "NAME=DIR",
-        "help": "the folder of a Hugging Face model in the place of the trunk, under this name",
-    },
+    "--trunk": TRUNK_FLAG,
 }
 
 if __name__ == "__main__":

@@ -238,7 +238,7 @@ def test_verls_engine_trains_the_layers_beside_a_policy_that_does_not_change_by_
     assert len(layer) == {"new": 12, "own": 26, "dspark": 47}[head]
     trained = {name for name in layer if patched[f"gradient 0 of {name}"].any()}
     changed = {name for name in layer if not torch.equal(patched[f"weight 2 of {name}"], patched[f"start of {name}"])}
-    late = {f"{module}layers.0.markov_w2"} if head == "dspark" else set()  # beside a factor that begins as zeros
+    late = {f"{module}layers.0.markov_w1"} if head == "dspark" else set()  # beside a factor that begins as zeros
     assert {*layer} - trained == late
     assert {*layer} - changed == set()
     sent = {name.removeprefix("sent ") for name in patched.keys() - plain.keys() if name.startswith("sent ")}

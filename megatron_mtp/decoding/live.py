@@ -38,9 +38,10 @@ class LiveRunner:
         config = drafting_config(alone(args, is_drafter=False), args.params_dtype, "--mtp-draft-prompts: the model")
         config.draft_vocabulary = model.mtp.draft_vocabulary
         config.true_vocab_size = model.mtp_attached.true_vocab_size
-        self._own = build(config)
+        own = build(config)
+        self._places = dict(_places(own))  # before the runner puts recurrent layers into modules of other names
         self._share()
-        self._runner = Runner(self._own)
+        self._runner = Runner(own)
 
     def runner(self) -> Runner:
         """The runner, with the weights as they are now."""
@@ -51,17 +52,24 @@ class LiveRunner:
     def _share(self) -> None:
         """Put the run's parameters and buffers in the place of the second model's."""
         given = {**dict(self._of_run.named_parameters()), **dict(self._of_run.named_buffers())}
-        for name, own in [*self._own.named_parameters(), *self._own.named_buffers()]:
+        for name, place in self._places.items():
+            key = name.rpartition(".")[2]
             tensor = given.get(name)
-            if tensor is None or tensor.shape != own.shape:
+            if tensor is None or tensor.shape != place[key].shape:
                 raise ValueError(
                     f"--mtp-draft-prompts was given, and the run's model has no '{name}' as drafting does; give "
                     "--transformer-impl local, or drop the flag."
                 )
-            module_name, _, of_module = name.rpartition(".")
-            place = self._own.get_submodule(module_name)
-            places: dict[str, Any] = place._parameters if isinstance(own, nn.Parameter) else place._buffers
-            places[of_module] = tensor
+            place[key] = tensor
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name of each parameter and buffer, and the dictionary of its module that holds it."""
+    for prefix, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            yield from (
+                (f"{prefix}.{key}" if prefix else key, held) for key, tensor in held.items() if tensor is not None
+            )
 
 
 @contextmanager

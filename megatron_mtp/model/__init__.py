@@ -17,6 +17,7 @@ chain.py             what depths read, and layers one after another
 mtp_block.py         MultiTokenPredictionBlock: all depths, sequential or parallel
 stock.py             MTP layers for a model of Megatron's own class: a new block, and what cannot have one
 stock_drafter.py     drafters for a model of Megatron's own class
+stock_drafter.py     a drafter for a model of Megatron's own class
 drafter.py           what drafters in the place of MTP layers share (--drafter): features, head, keys in checkpoints
 one_layer.py         drafters of one layer in K passes, as EAGLE
 block_drafter.py     drafters of a block of K tokens in one pass, as DFlash

@@ -19,8 +19,9 @@ TEXT = "one two three four five six seven eight nine ten "
 HEADS = {
     "layers": "--mtp-num-layers 2",
     "passes": "--mtp-num-layers 1 --mtp-use-repeated-layer --mtp-unroll 3 --untie-embeddings-and-output-weights",
+    "hybrid": "--hybrid-layer-pattern M*-/*- --mamba-state-dim 16 --mamba-head-dim 16",
 }
-METHODS = {"layers": {"method": "mtp"}, "passes": {"method": "mtp_eagle", "num_speculative_tokens": 3}}
+METHODS = {"layers": {"method": "mtp"}, "hybrid": {"method": "mtp"}, "passes": {"method": "mtp_eagle", "num_speculative_tokens": 3}}
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,9 @@ def train(data: Path, folder: Path, heads: str, *flags: str, ranks: int = 1) -> 
     given = [word for word in launch.PLAIN_RUN if word not in ("--mock-data", "NullTokenizer", "--vocab-size", "127")]
     given[given.index("--tokenizer-type") + 1 : given.index("--tokenizer-type") + 1] = ["HuggingFaceTokenizer"]
     given[given.index("--max-position-embeddings") + 1] = "256"
+    if "--hybrid-layer-pattern" in HEADS[heads]:
+        at = given.index("--num-layers")
+        del given[at : at + 2]
     words = f"--tokenizer-model {data}/tokenizer --data-path {data}/corpus --split 80,20,0 --train-iters 60".split()
     words += f"--eval-interval 30 --eval-iters 1 --lr 5e-3 --mtp-metrics-dir {folder} --log-interval 10".split()
     words += f"--hidden-dropout 0.1 {HEADS[heads]}".split()
@@ -58,7 +62,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in json.loads(line).items() if k not in launch.MEASURED} for line in lines]
 
 
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("heads", ["layers", pytest.param("passes", marks=pytest.mark.matrix), "hybrid"])
 def test_the_length_is_that_of_the_saved_weights_and_the_run_does_not_notice(
     heads: str, data: Path, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.data.checks import read_index, vocabulary_digest
 from megatron_mtp.losses.objective import LossSum
 from megatron_mtp.megatron.model_arguments import MODEL_ARGUMENTS
+from megatron_mtp.megatron.patterns import trunk_and_depths
 from megatron_mtp.model.frozen import trunk_modules
 from megatron_mtp.training.documents import named_prefixes
 from megatron_mtp.training.row_keys import Rows
@@ -205,6 +206,7 @@ def _digest_of_trunk(model: nn.Module, args: Namespace) -> str:
     made = blake2b(digest_size=16)
     for name in sorted({*MODEL_ARGUMENTS}):
         if not name.startswith(OF_HEADS) and (value := getattr(args, name, None)) is not None:
+            value = trunk_and_depths(value)[0] if name == "hybrid_layer_pattern" else value
             made.update(f"{name}={value};".encode())
     for module in trunk_modules(model):
         for name, value in module.state_dict().items():

@@ -112,6 +112,15 @@ def test_another_head_loss_seed_and_length_read_the_same_states(trunks: Path, da
     assert columns == {"keys", "loss", "hidden", "layer 1", "layer 2", "layer 3"}
 
 
+@pytest.mark.matrix
+def test_all_heads_of_a_hybrid_trunk_read_the_same_states(trunks: Path, data: Path, tmp_path: Path) -> None:
+    flags = f"--load {trunks / 'hybrid'} --finetune --mtp-state-cache {tmp_path / 'states'}"
+    train(tmp_path, data, "drafter", f"{flags} {HEADS['eagle3']}", trunk="hybrid")
+    with_layer = "--mtp-num-layers 1 --mtp-init last-layer --mtp-train-only --mtp-loss kd"
+    log = train(tmp_path, data, "mtp", f"{flags} {with_layer} --hybrid-layer-pattern M*M-/M-", trunk="hybrid")
+    assert "the trunk ran for 0 of " in log
+
+
 def test_states_of_something_else_are_refused(trunks: Path, data: Path, tmp_path: Path) -> None:
     other = corpus(tmp_path / "other")
     with open(f"{other}.bin", "r+b") as file:

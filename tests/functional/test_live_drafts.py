@@ -21,7 +21,11 @@ HEADS = {
     "passes": "--mtp-num-layers 1 --mtp-use-repeated-layer --mtp-unroll 3 --untie-embeddings-and-output-weights",
     "hybrid": "--hybrid-layer-pattern M*-/*- --mamba-state-dim 16 --mamba-head-dim 16",
 }
-METHODS = {"layers": {"method": "mtp"}, "hybrid": {"method": "mtp"}, "passes": {"method": "mtp_eagle", "num_speculative_tokens": 3}}
+METHODS = {
+    "layers": {"method": "mtp"},
+    "hybrid": {"method": "mtp"},
+    "passes": {"method": "mtp_eagle", "num_speculative_tokens": 3},
+}
 
 
 @pytest.fixture(scope="module")

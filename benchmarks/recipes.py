@@ -1,30 +1,30 @@
-"""Which recipe drafts best? Recipes x trunks x domains x contexts x seeds, on states that are computed once.
+"""Which recipe drafts best? Recipes and losses on small trunks, several texts and contexts, with states computed once.
 
     python benchmarks/recipes.py --folder runs/recipes    three trunks that are trained here
     python benchmarks/recipes.py --trunk NAME=DIR         a Hugging Face model in their place, such as SmolLM2-135M
     python benchmarks/recipes.py --quick                  does it run? (the figures mean nothing)
 
-A cell is a training on a frozen trunk, by a recipe, for as many steps as all others, and its expected accepted length
-on text that it has not seen, with three drafts. Finished cells are kept in FOLDER/PLACE/cells.json; the same command
-goes on where it was cut, and with more --seeds it adds those.
+A cell trains a head on a frozen trunk by one recipe. All cells train on equally many tokens. Its result is the expected
+accepted length with three drafts on text that no training has seen. Finished cells are kept in FOLDER/PLACE/cells.json:
+the same command continues an interrupted run, and --seeds N adds the seeds that are missing.
 
-recipes   those of `megatron-mtp recipes` that a frozen trunk can have, and what they are compared with. Learning rate,
-          schedule, optimizer, number of drafts and sizes of a drafter are the same for all, so that a recipe is its
-          loss, its states and its weights.
-trunks    dense, with experts, and hybrid, of four layers, trained here on Python.
-domains   Python as in the trunk's training, code of other authors, and chats.
-contexts  tokens of a sequence, in training and evaluation.
+recipes     Those of `megatron-mtp recipes` that suit a frozen trunk, and plain losses and drafters to compare with.
+            Learning rate, schedule, optimizer, number of drafts and drafter sizes are the same for all, so a recipe
+            stands for its loss, its hidden states and its loss weights.
+conditions  The dense trunk on text like its training text, 256 tokens long; and one change at a time: a trunk with
+            experts, a hybrid trunk, code of other authors, chats, and contexts of 64 and 1,024 tokens.
+            --conditions N takes the first N of them.
 
-Ranks are by the mean over cells. A published order holds where the difference of the means has its sign, beyond twice
-the error of a bootstrap over the documents of all cells; it is undecided within that.
+The trunks have four layers and are trained here, on Python source. A published order holds where the difference has its
+sign and exceeds twice its standard error, over documents and over seeds; within that it is undecided.
 """
 
 import json
+import math
 import statistics
 import sys
 from argparse import ArgumentTypeError, Namespace
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 from benchmarks.harness import Found, Goal, Table, count, main
 from benchmarks.head_life import Trunk, make_texts
 from benchmarks.verbs import VerbError, run
-from megatron_mtp.common.acceptance import EXPECTED_LENGTH, AcceptanceStats, error_of, gain_of
+from megatron_mtp.common.acceptance import EXPECTED_LENGTH, AcceptanceStats, gain_of
 from megatron_mtp.common.files import remove, written_beside
 from megatron_mtp.training.run_files import read_documents, read_rows
 
 DRAFTS = 3
 MTP = f"--mtp-num-layers 1 --mtp-use-repeated-layer --mtp-unroll {DRAFTS} --mtp-init last-layer --mtp-train-only "
 MTP += "--mtp-loss-scaling-factor 1"
-BLOCKS = f"--drafter-steps {DRAFTS} --drafter-num-layers 2 --drafter-blocks 16"
+BLOCKS = f"--drafter-steps {DRAFTS} --drafter-num-layers 2"
 RECIPES = {
     "ce": f"{MTP} --mtp-loss ce",
     "kd": f"{MTP} --mtp-loss kd",
@@ -50,10 +50,12 @@ RECIPES = {
     "glm-5.2": f"--recipe glm-5.2 --mtp-init last-layer --mtp-unroll {DRAFTS}",
     "angelspec": f"--recipe angelspec --mtp-init last-layer --mtp-unroll {DRAFTS}",
     "eagle3": f"--recipe eagle3 --drafter-steps {DRAFTS}",
+    "peagle": f"--drafter peagle {BLOCKS}",
     "dflash": f"--drafter dflash {BLOCKS}",
     "dflash, dpace": f"--drafter dflash --mtp-loss dpace {BLOCKS}",
     "dspark": f"--recipe dspark {BLOCKS} --drafter-markov-rank 32",
     "dflash2": f"--recipe dflash2 {BLOCKS}",
+    "domino": f"--drafter domino {BLOCKS} --drafter-markov-rank 32 --drafter-gru-size 64",
 }
 SAME_RATES = "--optimizer adam --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 "
 SAME_RATES += "--clip-grad 1.0 --weight-decay 0.01"
@@ -62,15 +64,17 @@ PUBLISHED = (
     ("e2e_tv", "angelspec", "end-to-end TV late, after LK: Tencent/AngelSpec"),
     ("dflash", "dflash, dpace", "NVIDIA/Model-Optimizer#1971"),
     ("dflash, dpace", "dspark", "NVIDIA/Model-Optimizer#1971"),
+    ("dspark", "domino", "NVIDIA/Model-Optimizer#1971"),
     ("dspark", "dflash2", "vllm-project/speculators#1014"),
 )
 """The worse, the better, and who says so."""
 
 SHARED = (
-    "--num-attention-heads 4 --max-position-embeddings 512 --position-embedding-type rope "
+    "--num-attention-heads 4 --max-position-embeddings 1024 --position-embedding-type rope "
     "--normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 "
     "--no-create-attention-mask-in-dataloader --tokenizer-type HuggingFaceTokenizer"
 ).split()
+HYBRID = "M-*-M-*-"
 TRUNKS = {
     "dense": "--num-layers 4 --hidden-size 64 --ffn-hidden-size 176 --untie-embeddings-and-output-weights",
     "experts": (
@@ -78,11 +82,29 @@ TRUNKS = {
         "--moe-ffn-hidden-size 64 --moe-layer-freq [0,1,1,1] --moe-router-load-balancing-type none"
     ),
     "hybrid": (
-        "--hybrid-layer-pattern M-*-M-*- --hidden-size 64 --ffn-hidden-size 176 --mamba-state-dim 16 "
+        f"--hybrid-layer-pattern {HYBRID} --hidden-size 64 --ffn-hidden-size 176 --mamba-state-dim 16 "
         "--mamba-head-dim 16 --mamba-num-groups 2"
     ),
 }
-DOMAINS, CONTEXTS = ("same", "code", "chat"), (64, 256)
+CONDITIONS = (
+    ("dense", "same", 256),
+    ("experts", "same", 256),
+    ("hybrid", "same", 256),
+    ("dense", "code", 256),
+    ("dense", "chat", 256),
+    ("dense", "same", 64),
+    ("dense", "same", 1024),
+)
+"""Trunk, domain and context: one of the three differs from the first row's."""
+
+NOT_TRAINED = ("glm-5.2", "hybrid")
+"""Its passes attend to the keys of the first one, and a hybrid trunk's MTP layers may keep none."""
+
+STEP_TOKENS = 512
+TOKENS_PER_BLOCK = 4
+"""A block drafter trains a block for each four tokens, so that it trains on as many drafts as there are tokens."""
+
+JUDGED_TOKENS = 8192
 DEVIATIONS = 2
 COUNTS = ("accepted_at", "reached_at", "offered_at")
 """Of `AcceptanceStats`: what a record keeps of a document."""
@@ -90,7 +112,7 @@ COUNTS = ("accepted_at", "reached_at", "offered_at")
 
 @dataclass(frozen=True)
 class Cell:
-    """A training of a recipe."""
+    """One training by a recipe."""
 
     recipe: str
     trunk: str
@@ -100,8 +122,13 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its record."""
+        """The key of its record."""
         return f"{self.recipe}/{self.trunk}/{self.domain}/{self.context}/{self.seed}"
+
+    @property
+    def condition(self) -> tuple[str, str, int]:
+        """Its trunk, domain and context."""
+        return self.trunk, self.domain, self.context
 
 
 class Bench:
@@ -110,8 +137,8 @@ class Bench:
     Args:
         place: the folder.
         model: a Hugging Face model in the place of the trunks.
-        steps: of a training of a head.
-        documents: of every text.
+        steps: training steps of a head, of `STEP_TOKENS` each.
+        documents: number of documents in each text.
     """
 
     def __init__(self, place: Path, model: Path | None, steps: int, documents: int) -> None:
@@ -131,7 +158,7 @@ class Bench:
         else:
             flags = [*SHARED, *TRUNKS[trunk].split(), "--data-path", self.texts["same"].trained, "--split", "1"]
             flags += ["--tokenizer-model", self.tokenizer, *SAME_RATES.split(), "--lr", "4e-3"]
-            flags += "--seq-length 64 --micro-batch-size 8 --global-batch-size 8 --eval-iters 0".split()
+            flags += "--seq-length 1024 --micro-batch-size 1 --global-batch-size 1 --eval-iters 0".split()
             flags += ["--train-iters", steps, "--eval-interval", steps, "--save-interval", steps, "--save", folder]
             run("train", *flags)
         (folder / "finished").touch()
@@ -152,15 +179,16 @@ class Bench:
         folder, text = self.place / "run", self.texts[cell.domain]
         remove(folder)  # of the cell before
         states = self.place / "states" / f"{cell.trunk}-{cell.domain}-{cell.context}"
-        batch = max(512 // cell.context, 1)
+        batch = max(STEP_TOKENS // cell.context, 1)
+        steps = max(self.steps * STEP_TOKENS // (batch * cell.context), 1)
         flags = ["--use-checkpoint-args", "--load", self.place / "trunks" / cell.trunk, "--finetune"]
         flags += ["--train-data-path", text.trained, "--valid-data-path", text.judged, *SHARED[-3:]]
         flags += ["--tokenizer-model", self.tokenizer, "--seq-length", cell.context, "--seed", 1000 + cell.seed]
-        flags += ["--micro-batch-size", batch, "--global-batch-size", batch, "--train-iters", self.steps]
-        flags += ["--eval-interval", self.steps, "--eval-iters", max(4096 // cell.context // batch, 1)]
+        flags += ["--micro-batch-size", batch, "--global-batch-size", batch, "--train-iters", steps]
+        flags += ["--eval-interval", steps, "--eval-iters", max(JUDGED_TOKENS // cell.context // batch, 1)]
         flags += ["--mtp-metrics-dir", folder, "--mtp-state-cache", states, "--mtp-draft-prompts", self._prompts(cell)]
         flags += ["--bf16"] if self.model is not None else []
-        run("train", *flags, *RECIPES[cell.recipe].split(), *SAME_RATES.split())
+        run("train", *flags, *recipe_flags(cell.recipe, cell.trunk, cell.context), *SAME_RATES.split())
         row = read_rows(folder)[-1]
         documents = {number: asdict(stats) for of in read_documents(folder).values() for number, stats in of.items()}
         counts = {number: {name: each[name] for name in COUNTS} for number, each in documents.items()}
@@ -178,30 +206,45 @@ class Bench:
         return file
 
 
+def recipe_flags(recipe: str, trunk: str, context: int) -> list[str]:
+    """The flags of a recipe on one trunk, for sequences of `context` tokens."""
+    flags = RECIPES[recipe].split()
+    if BLOCKS in RECIPES[recipe]:
+        flags += ["--drafter-blocks", str(context // TOKENS_PER_BLOCK)]
+    if trunk == "hybrid" and "last-layer" in flags:
+        flags += ["--hybrid-layer-pattern", f"{HYBRID}/*-"]
+    return flags
+
+
+Records = dict[Cell, dict[str, Any]]
 Documents = dict[tuple[str, ...], AcceptanceStats]
-"""Documents of all cells of a recipe, by trunk, domain, context and number; those of all seeds are added up."""
+"""The documents of a recipe, by trunk, domain, context and number, summed over its seeds."""
 
 
 def recipes(wanted: Namespace) -> Found:
-    """All cells."""
+    """Train all cells, and compare them."""
     quick = wanted.place == "quick"
     model = wanted.trunk.model if wanted.trunk else None
-    trunks = [wanted.trunk.name] if wanted.trunk else [*TRUNKS][: 1 if quick else None]
-    steps, least = wanted.steps or (4 if quick else 300), 1 if quick else None
-    domains, contexts = DOMAINS[:least], CONTEXTS[:least]
+    steps = wanted.steps or (4 if quick else 200)
+    conditions = CONDITIONS[: 1 if quick else wanted.conditions]
+    if wanted.trunk:
+        conditions = tuple((wanted.trunk.name, *rest) for trunk, *rest in conditions if trunk == "dense")
     place = wanted.folder / wanted.place / (wanted.trunk.name if model else "")
-    bench = Bench(place, model, steps, 24 if quick else 160)
-    for trunk in trunks:
-        bench.train_trunk(trunk, 4 if quick else 600)
-    seeds = range(1 if quick else wanted.seeds or 3)
-    cells = [Cell(*each) for each in product(RECIPES, trunks, domains, contexts, seeds)]
-    cells.sort(key=lambda cell: (cell.seed, cell.trunk, cell.domain, cell.context))  # a cut run has whole comparisons
+    bench = Bench(place, model, steps, 24 if quick else 640)
+    for trunk in dict.fromkeys(trunk for trunk, *_ in conditions):
+        bench.train_trunk(trunk, 4 if quick else 1200)
+    seeds = range(1 if quick else wanted.seeds or 5)
+    cells = [
+        Cell(recipe, *each, seed)
+        for seed in seeds
+        for each in conditions
+        for recipe in RECIPES
+        if (recipe, each[0]) != NOT_TRAINED
+    ]
     records = {cell: bench.record(cell) for cell in cells}
     failed = {cell.name: found["failed"] for cell, found in records.items() if "failed" in found}
     finished = {cell: found for cell, found in records.items() if "failed" not in found}
-    of_recipes = {recipe: documents_of(recipe, finished) for recipe in RECIPES}
-    lengths = {recipe: length_of(of) for recipe, of in of_recipes.items() if of}
-    orders = [order_of(worse, better, source, of_recipes) for worse, better, source in PUBLISHED]
+    orders = [order_of(worse, better, source, finished) for worse, better, source in PUBLISHED]
     results = {
         "steps": steps,
         "seeds": len(seeds),
@@ -212,58 +255,81 @@ def recipes(wanted: Namespace) -> Found:
         "failed": failed,
     }
     goals = [Goal("cells that failed", float(len(failed)), 0)]
-    return Found(results, goals, [ranks_table(lengths, finished, domains), orders_table(orders)])
+    return Found(results, goals, [ranks_table(finished, conditions), orders_table(orders)])
 
 
-def documents_of(recipe: str, records: dict[Cell, dict[str, Any]]) -> Documents:
-    """The documents of a recipe."""
+def documents_of(records: Records) -> Documents:
+    """The documents of some cells."""
     found: Documents = {}
     for cell, record in records.items():
-        if cell.recipe != recipe:
-            continue
         for number, counts in record["documents"].items():
             key = cell.trunk, cell.domain, str(cell.context), str(number)
             found[key] = found.get(key, AcceptanceStats()) + AcceptanceStats(**counts)
     return found
 
 
-def length_of(documents: Documents) -> tuple[float, float]:
-    """The expected accepted length of all documents, and its error."""
-    stats = [*documents.values()]
-    return sum(stats, AcceptanceStats()).expected_length, error_of(stats)
+def length_of(records: Records) -> float:
+    """The expected accepted length of some cells: the mean over their conditions and seeds."""
+    of_cells = [documents_of({cell: found}).values() for cell, found in records.items()]
+    return statistics.fmean(sum(of, AcceptanceStats()).expected_length for of in of_cells)
 
 
-def order_of(worse: str, better: str, source: str, of: dict[str, Documents]) -> dict[str, Any]:
-    """A published order, here: the gain on documents of both, its error, and whether it holds."""
-    both = sorted(of[worse].keys() & of[better].keys())
-    gain, error = gain_of([of[worse][key] for key in both], [of[better][key] for key in both]) if both else (0.0, 0.0)
-    is_apart = abs(gain) > DEVIATIONS * error and bool(both)
-    holds = ("holds" if gain > 0 else "contradicted") if is_apart else "undecided"
-    return {
-        "worse": worse,
-        "better": better,
-        "source": source,
-        "gain": gain,
-        "error": DEVIATIONS * error,
-        "holds": holds,
+def error_of_mean(values: list[float]) -> float:
+    """The standard error of a mean, and 0 for a single value."""
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+
+
+def of_recipe(recipe: str, records: Records) -> Records:
+    """The cells of a recipe."""
+    return {cell: found for cell, found in records.items() if cell.recipe == recipe}
+
+
+def lengths_by_seed(records: Records) -> list[float]:
+    """`length_of` the cells of each seed."""
+    seeds = dict.fromkeys(cell.seed for cell in records)
+    return [length_of({cell: found for cell, found in records.items() if cell.seed == seed}) for seed in seeds]
+
+
+def order_of(worse: str, better: str, source: str, records: Records) -> dict[str, Any]:
+    """A published order and what the cells say of it: the gain, its error, and whether the order holds.
+
+    The error is twice the standard error, over documents (bootstrap) and over seeds together.
+    """
+    ones, others = of_recipe(worse, records), of_recipe(better, records)
+    both = {(cell.condition, cell.seed) for cell in ones} & {(cell.condition, cell.seed) for cell in others}
+    ones, others = (
+        {cell: found for cell, found in of.items() if (cell.condition, cell.seed) in both} for of in (ones, others)
+    )
+    gain, error = 0.0, 0.0
+    if both:
+        before, after = documents_of(ones), documents_of(others)
+        keys = sorted(before.keys() & after.keys())
+        _, of_documents = gain_of([before[key] for key in keys], [after[key] for key in keys])
+        pairs = zip(lengths_by_seed(ones), lengths_by_seed(others), strict=True)
+        gains = [there - here for here, there in pairs]
+        gain, error = statistics.fmean(gains), DEVIATIONS * math.hypot(of_documents, error_of_mean(gains))
+    holds = ("holds" if gain > 0 else "contradicted") if abs(gain) > error else "undecided"
+    return {"worse": worse, "better": better, "source": source, "gain": gain, "error": error, "holds": holds}
+
+
+def ranks_table(records: Records, conditions: tuple[tuple[Any, ...], ...]) -> Table:
+    """A row for each recipe, the best first by the mean over those conditions that all recipes have."""
+    found = {
+        (recipe, one): {cell: each for cell, each in of_recipe(recipe, records).items() if cell.condition == one}
+        for recipe in RECIPES
+        for one in conditions
     }
-
-
-def ranks_table(
-    lengths: dict[str, tuple[float, float]], records: dict[Cell, dict[str, Any]], domains: tuple[str, ...]
-) -> Table:
-    """A row for each recipe, the best first."""
+    shared = [one for one in conditions if all(found[recipe, one] for recipe in RECIPES)]
+    pooled = {recipe: {cell: each for one in shared for cell, each in found[recipe, one].items()} for recipe in RECIPES}
+    best_first = sorted((recipe for recipe in RECIPES if pooled[recipe]), key=lambda recipe: -length_of(pooled[recipe]))
     rows: list[tuple[Any, ...]] = []
-    for recipe in sorted(lengths, key=lambda name: -lengths[name][0]):
-        length, error = lengths[recipe]
-        own = {cell: found for cell, found in records.items() if cell.recipe == recipe}
-        tau = statistics.fmean(found["tau_real"] for found in own.values())
-        by_domain = [
-            length_of(documents_of(recipe, {cell: found for cell, found in own.items() if cell.domain == domain}))[0]
-            for domain in domains
-        ]
-        rows.append((len(rows) + 1, recipe, length, DEVIATIONS * error, tau, *by_domain))
-    header = ("rank", "recipe", "expected accepted length", "error", "tau_real", *domains)
+    for rank, recipe in enumerate(best_first, 1):
+        of_conditions = [length_of(found[recipe, one]) if found[recipe, one] else "-" for one in conditions]
+        error = DEVIATIONS * error_of_mean(lengths_by_seed(pooled[recipe]))
+        tau = statistics.fmean(each["tau_real"] for each in pooled[recipe].values())
+        rows.append((rank, recipe, length_of(pooled[recipe]), error, tau, *of_conditions))
+    names = ["/".join(map(str, one)) for one in conditions]
+    header = ("rank", "recipe", "expected accepted length", "error", "tau_real", *names)
     return Table(f"{DRAFTS} drafts, on text that no training has seen", header, rows)
 
 
@@ -287,8 +353,9 @@ TRUNK_FLAG = {
     "help": "the folder of a Hugging Face model in the place of what is trained here, under this name",
 }
 FLAGS: dict[str, dict[str, Any]] = {
-    "--steps": {"type": count, "metavar": "N", "help": "of a training; default: 300"},
-    "--seeds": {"type": count, "metavar": "N", "help": "trainings of every cell; default: 3"},
+    "--steps": {"type": count, "metavar": "N", "help": "training steps of 512 tokens for each cell; default: 200"},
+    "--seeds": {"type": count, "metavar": "N", "help": "seeds of each recipe and condition; default: 5"},
+    "--conditions": {"type": count, "metavar": "N", "help": "the first N conditions; default: all"},
     "--trunk": TRUNK_FLAG,
 }
 

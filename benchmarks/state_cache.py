@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
 from benchmarks.harness import Found, Goal, Table, count, main
-from benchmarks.recipes import RECIPES, SAME_RATES, SHARED, TRUNK_FLAG, Bench
+from benchmarks.recipes import SAME_RATES, SHARED, TRUNK_FLAG, Bench, recipe_flags
 from benchmarks.verbs import run
 from megatron_mtp.common.files import remove
 from megatron_mtp.training.run_files import read_rows
@@ -92,7 +92,7 @@ def trained(bench: Bench, trunk: str, context: int, head: str, more: list[Any]) 
     flags += ["--data-path", text.trained, "--split", "1", "--tokenizer-model", bench.tokenizer]
     flags += ["--seq-length", context, "--micro-batch-size", batch, "--global-batch-size", batch, "--eval-iters", 0]
     flags += ["--train-iters", bench.steps, "--eval-interval", bench.steps, "--mtp-metrics-dir", folder]
-    flags += ["--log-interval", 1, *RECIPES[head].split(), *SAME_RATES.split()]
+    flags += ["--log-interval", 1, *recipe_flags(head, trunk, context), *SAME_RATES.split()]
     flags += ["--bf16"] if bench.model is not None else []
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run("train", *flags, *more)

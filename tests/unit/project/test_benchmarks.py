@@ -3,6 +3,7 @@
 import json
 import sys
 from argparse import ArgumentTypeError, Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from benchmarks import harness, head_life, latency, recipes
 from benchmarks.harness import Goal, compare, interleave, rounds
-from megatron_mtp.common.acceptance import AcceptanceStats
 
 
 @pytest.mark.parametrize(
@@ -128,6 +128,7 @@ SMOKE = {
     "shift": [],
     "long_text": [],
     "head_life": [],
+    "healing": [],
     "recipes": [],
     "state_cache": [],
     "windows": [],
@@ -205,23 +206,45 @@ def test_a_given_model_gets_its_layer_once(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "small" / "hf").resolve() == tmp_path
 
 
-def documents(*accepted: int) -> recipes.Documents:
-    """Documents of a hundred drafts of one token, of which so many are accepted."""
-    counted = (AcceptanceStats(accepted_at=[each], reached_at=[100], offered_at=[100]) for each in accepted)
-    return {("dense", "same", "64", str(number)): stats for number, stats in enumerate(counted)}
+def records(recipe: str, *seeds: tuple[int, ...]) -> recipes.Records:
+    """A cell for each seed, with documents of a hundred drafts of one token, of which so many are accepted."""
+    counts = [[{"accepted_at": [one], "reached_at": [100], "offered_at": [100]} for one in of] for of in seeds]
+    return {
+        recipes.Cell(recipe, "dense", "same", 64, seed): {"documents": {str(n): each for n, each in enumerate(of)}}
+        for seed, of in enumerate(counts)
+    }
 
 
 @pytest.mark.parametrize(
     ("better", "holds", "gain"),
-    [((60, 62) * 10, "holds", 0.1), ((40, 42) * 10, "contradicted", -0.1), ((50, 52, 54, 50) * 5, "undecided", 0.005)],
+    [
+        ([(60, 62) * 10], "holds", 0.1),
+        ([(40, 42) * 10], "contradicted", -0.1),
+        ([(50, 53, 54, 47) * 5], "undecided", 0.0),
+        ([(60, 62) * 10] * 2, "holds", 0.1),
+        ([(60, 62) * 10, (42, 40) * 10], "undecided", 0.0),  # the seeds differ by more than the documents
+    ],
 )
-def test_an_order_is_decided_beyond_twice_its_error(better: tuple[int, ...], holds: str, gain: float) -> None:
-    of = {"ce": documents(*(50, 52) * 10), "kd": documents(*better)}
-    if holds == "undecided":
-        of["ce"] = documents(*(52, 51, 50, 51) * 5)
+def test_an_order_is_decided_beyond_twice_its_error(better: list[tuple[int, ...]], holds: str, gain: float) -> None:
+    of = records("ce", *[(50, 52) * 10] * len(better)) | records("kd", *better)
     found = recipes.order_of("ce", "kd", "a paper", of)
-    assert (found["holds"], found["gain"]) == (holds, pytest.approx(gain))
-    assert recipes.order_of("ce", "kd", "a paper", {"ce": {}, "kd": {}})["holds"] == "undecided"
+    assert (found["holds"], found["gain"]) == (holds, pytest.approx(gain, abs=1e-9))
+    assert recipes.order_of("ce", "kd", "a paper", {})["holds"] == "undecided"
+
+
+def test_ranks_are_by_the_conditions_that_all_recipes_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "RECIPES", {"ce": "", "kd": ""})
+    found = records("ce", (80, 82)) | records("kd", (60, 62))
+    found |= {replace(cell, trunk="hybrid"): each for cell, each in records("kd", (10, 12)).items()}
+    table = recipes.ranks_table(
+        {cell: each | {"tau_real": 1.5} for cell, each in found.items()},
+        (("dense", "same", 64), ("hybrid", "same", 64)),
+    )
+    first, second = table.rows
+    assert first[1:3] == ("ce", pytest.approx(1.81))
+    assert first[-1] == "-"
+    assert second[1:3] == ("kd", pytest.approx(1.61))
+    assert second[-1] == pytest.approx(1.11)
 
 
 def test_a_finished_cell_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,8 +261,8 @@ def test_a_finished_cell_is_not_trained_again(tmp_path: Path, monkeypatch: pytes
     cells = [recipes.Cell(recipe, "dense", "same", 64, seed) for recipe in ("ce", "kd") for seed in range(2)]
     for _ in range(2):  # the second as after a cut
         bench = recipes.Bench(tmp_path, None, 4, 24)
-        records = {cell: bench.record(cell) for cell in cells}
+        found = {cell: bench.record(cell) for cell in cells}
     assert trained == ["ce", "ce", "kd", "kd", "ce", "ce"]  # failures are tried again
-    assert records[cells[0]] == {"failed": "it lacks a flag"}
-    (stats,) = recipes.documents_of("kd", {cell: records[cell] for cell in cells[2:]}).values()
+    assert found[cells[0]] == {"failed": "it lacks a flag"}
+    (stats,) = recipes.documents_of({cell: found[cell] for cell in cells[2:]}).values()
     assert (stats.accepted_at, stats.reached_at) == ([2], [4])  # of both seeds

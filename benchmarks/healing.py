@@ -1,0 +1,130 @@
+"""Which loss heals a grafted MTP layer fastest? Accepted length by training steps, for each loss and start.
+
+    python benchmarks/healing.py                     a dense trunk that is trained here, five seeds
+    python benchmarks/healing.py --folder runs/heal  keep what is finished; the same command continues
+    python benchmarks/healing.py --quick             does it run? (the figures mean nothing)
+
+The donor, a trunk of four layers with one MTP layer, is trained on Python source. Its trunk is then fine-tuned on chats
+without the layer, as happens to most published models, and `convert graft` puts the donor's layer on it. The layer is
+trained on the chats with the trunk frozen, in three passes, by each loss; and, to compare, a new layer that starts from
+the trunk's last one. The figure is the expected accepted length with three drafts on chats that no training has seen.
+"""
+
+import json
+import statistics
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+
+from benchmarks.harness import Found, Goal, Table, count, main
+from benchmarks.head_life import Texts, make_texts
+from benchmarks.recipes import DEVIATIONS, DRAFTS, SAME_RATES, SHARED, TRUNKS, error_of_mean
+from benchmarks.verbs import run
+from megatron_mtp.common.acceptance import EXPECTED_LENGTH
+from megatron_mtp.common.files import remove, written_beside
+from megatron_mtp.training.run_files import read_rows
+
+CONTEXT, BATCH = 256, 4
+LOSSES = ("ce", "kd", "lk", "tv", "e2e_tv")
+STARTS = {"graft": [], "new layer": ["--mtp-init", "last-layer"]}
+UNROLLED = ["--mtp-use-repeated-layer", "--mtp-unroll", DRAFTS]
+AT = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
+"""The evaluations, as fractions of the steps."""
+
+
+def healing(wanted: Namespace) -> Found:
+    """Train every loss from every start, with every seed."""
+    quick = wanted.place == "quick"
+    steps = 16 if quick else wanted.steps or 320
+    seeds = range(1 if quick else wanted.seeds or 5)
+    place = wanted.folder / wanted.place
+    texts = make_texts(place / "texts", 24 if quick else 640, None)
+    trunks = made_trunks(place, texts, 4 if quick else 1200)
+    ways = [(start, loss) for start in STARTS for loss in LOSSES]
+    curves = {way: [curve(place, texts["chat"], *way, seed, steps) for seed in seeds] for way in ways}
+    rows = []
+    for start, loss in ways:
+        columns = [*zip(*curves[start, loss], strict=True)]
+        of_steps = [f"{statistics.fmean(one):.3f} ± {DEVIATIONS * error_of_mean([*one]):.3f}" for one in columns]
+        rows.append((start, loss, *of_steps))
+    before = f"before, the graft has {trunks['graft']:.3f}, and the donor on its own trunk {trunks['donor']:.3f}"
+    table = Table(
+        f"expected accepted length on chats; {before}",
+        ("start", "loss", *(f"step {int(steps * part)}" for part in AT)),
+        rows,
+    )
+    lengths = {f"{start}/{loss}": curves[start, loss] for start, loss in ways}
+    below = sum(statistics.fmean(each[-1] for each in curves["graft", loss]) < trunks["graft"] for loss in LOSSES)
+    goals = [Goal("losses that end below the graft", float(below), 0)]
+    return Found({"steps": steps, "seeds": len(seeds), **trunks, "curves": lengths}, goals, [table])
+
+
+def made_trunks(place: Path, texts: dict[str, Texts], steps: int) -> dict[str, float]:
+    """Make the donor, the fine-tuned trunk and the graft; return the accepted lengths of donor and graft on chats."""
+    file = place / "trunks.json"
+    if not file.exists():
+        remove(place / "trunks")  # of an interrupted run
+        donor, tuned, graft = (place / "trunks" / name for name in ("donor", "tuned", "graft"))
+        shared = [*SHARED, *TRUNKS["dense"].split(), "--tokenizer-model", place / "texts" / "tokenizer", "--split", "1"]
+        shared += [*SAME_RATES.split(), *sizes(), "--eval-iters", 0]
+        made = [*stop(steps, donor), "--lr", "4e-3", "--mtp-num-layers", 1]
+        run("train", *shared, *made, "--data-path", texts["same"].trained)
+        tuning = ["--load", donor, "--finetune", "--mtp-num-layers", 0, *stop(max(steps // 4, 1), tuned)]
+        run("train", *shared, *tuning, "--data-path", texts["chat"].trained)
+        run("convert", "graft", donor, tuned, graft)
+        lengths = {name: judged(place, place / "trunks" / name, texts["chat"]) for name in ("donor", "graft")}
+        with written_beside(file) as beside:
+            beside.write_text(json.dumps(lengths))
+    found: dict[str, float] = json.loads(file.read_text())
+    return found
+
+
+def curve(place: Path, text: Texts, start: str, loss: str, seed: int, steps: int) -> list[float]:
+    """The accepted lengths of a training at the steps `AT`; a finished one is read."""
+    file = place / "curves" / f"{start.replace(' ', '-')}-{loss}-{seed}.json"
+    if not file.exists():
+        folder = place / "run"
+        remove(folder)  # of the training before
+        every = int(steps * AT[0])
+        flags = ["--use-checkpoint-args", "--load", place / "trunks" / ("graft" if start == "graft" else "tuned")]
+        flags += ["--finetune", *SHARED[-3:], "--tokenizer-model", place / "texts" / "tokenizer", *sizes()]
+        flags += ["--train-data-path", text.trained, "--valid-data-path", text.judged, "--seed", 1000 + seed]
+        flags += ["--train-iters", steps, "--eval-interval", every, "--eval-iters", 16, "--mtp-metrics-dir", folder]
+        flags += ["--mtp-state-cache", place / "states", "--mtp-num-layers", 1, *UNROLLED, *STARTS[start]]
+        flags += ["--mtp-train-only", "--mtp-loss-scaling-factor", 1, "--mtp-loss", loss, *SAME_RATES.split()]
+        run("train", *flags)
+        rows = {row["iteration"]: row for row in read_rows(folder) if row["split"] == "validation"}
+        file.parent.mkdir(exist_ok=True)
+        with written_beside(file) as beside:
+            beside.write_text(json.dumps([rows[int(steps * part)][EXPECTED_LENGTH] for part in AT]))
+    found: list[float] = json.loads(file.read_text())
+    return found
+
+
+def judged(place: Path, checkpoint: Path, text: Texts) -> float:
+    """The expected accepted length of a checkpoint with `DRAFTS` passes of its layer."""
+    flags = ["--load", checkpoint, "--data-path", text.judged, "--tokenizer-model", place / "texts" / "tokenizer"]
+    printed = run("evaluate", *flags, "--seq-length", CONTEXT, *UNROLLED, "--eval-iters", 64, "--json")
+    return float(json.loads(printed.splitlines()[-1])[EXPECTED_LENGTH])
+
+
+def sizes() -> list[Any]:
+    """Flags of the sequence length and the batch."""
+    return ["--seq-length", CONTEXT, "--micro-batch-size", BATCH, "--global-batch-size", BATCH]
+
+
+def stop(steps: int, folder: Path) -> list[Any]:
+    """Flags of a training that saves its last step."""
+    return ["--train-iters", steps, "--eval-interval", steps, "--save-interval", steps, "--save", folder]
+
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "--steps": {"type": count, "metavar": "N", "help": "training steps, a multiple of 16; default: 320"},
+    "--seeds": {"type": count, "metavar": "N", "help": "seeds of each loss and start; default: 5"},
+}
+
+if __name__ == "__main__":
+    main(healing, __doc__, flags=FLAGS)

@@ -1,4 +1,4 @@
-"""Documented imports of the release before keep working for one release, with a warning that names the new place."""
+"""Keeps the previous release's documented imports working for one release, with a warning that gives the new name."""
 
 import sys
 import warnings
@@ -41,5 +41,5 @@ class _Moved(MetaPathFinder, Loader):
 
 
 def keep_old_names() -> None:
-    """Let imports of `OLD_NAMES` find the modules that moved."""
+    """Redirect imports of `OLD_NAMES` to the modules' new places."""
     sys.meta_path.append(_Moved())

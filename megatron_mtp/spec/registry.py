@@ -1,11 +1,12 @@
-"""Tables by name, to which other installed packages may add rows by an entry point.
+"""Registries: tables by name that other installed packages can extend through entry points.
 
     [project.entry-points."megatron_mtp.losses"]     # or .proposers, .verifiers, .families, .verbs
     focal = "my_package.focal:Focal"
 
-adds a loss `focal` to the table of losses. Packages are asked when a name is looked up that this package does not have,
-or when the table is listed; so a name of ours costs nothing and cannot be replaced. Extensions of ours register their
-parts by the same entry points. One whose folder was taken away is skipped: the installed metadata still names it.
+adds the loss `focal` to the table of losses. Entry points are read only to look up a name that this package does not
+define, or to list a table; so built-in names are fast to look up and cannot be replaced. The package's own extensions
+use the same entry points. If an extension's folder was removed, its entry points, which the installed metadata still
+lists, are skipped.
 """
 
 import sys
@@ -19,21 +20,22 @@ NAME, EXTENSIONS = "megatron-mtp", "megatron_mtp.extensions."
 
 
 class Registry[T](Mapping[str, T]):
-    """Name to part: our own rows, then those of other packages.
+    """Mapping from name to part: built-in rows first, then rows of other packages.
 
     Args:
-        group: the entry points' group, "megatron_mtp.losses".
-        own: the rows of this package, in the order of lists and help texts; `Imported` where they are slow to import.
+        group: entry point group, such as "megatron_mtp.losses".
+        own: built-in rows, in the order of lists and help texts; `Imported` if they are slow to import.
 
     Raises:
-        ValueError: on a look-up or listing, where a package registers a name twice, one of ours, or cannot be imported.
+        ValueError: on look-up or listing, if a package registers a name twice, registers a built-in name, or cannot be
+            imported.
     """
 
     def __init__(self, group: str, own: Mapping[str, T]) -> None:
         self.group, self._own = group, own
 
     def names(self) -> list[str]:
-        """Names of the rows; imports nothing, so that a help text need not wait."""
+        """Return all names without importing the parts, for fast help texts."""
         others = (point.name for point in _points(self.group))
         return list(dict.fromkeys((*self._own, *others)))
 
@@ -108,7 +110,7 @@ def _package(point: EntryPoint) -> str:
 
 
 class Imported[T](Mapping[str, T]):
-    """Name to part, where a part is written as an entry point is, "module:attribute", and imported when looked up."""
+    """Mapping from name to a part given as an entry point "module:attribute", imported on look-up."""
 
     def __init__(self, rows: dict[str, str]) -> None:
         self.rows, self._parts = rows, dict[str, T]()

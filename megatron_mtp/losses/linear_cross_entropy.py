@@ -1,26 +1,26 @@
-"""Head and loss together, in chunks of tokens: all logits are never in memory at once.
+"""Output layer and loss together, in chunks of tokens: the logits of all tokens are never in memory at once.
 
-In:  hidden states, the head's weight, and the targets of every position.
+In:  hidden states, the output layer's weight, and the targets of every position.
 Out: one weighted sum of losses.
 
-The weights of all positions are known in the forward pass, and the sum reaches the total loss through one factor, the
-upstream gradient. So the gradients are computed in the forward pass, while a chunk's logits are in memory, and the
-backward pass scales them. A chunk costs three matrix products, as a head with all logits does. The memory is
+The weights of all positions are known in the forward pass, and the sum enters the total loss with one factor, the
+upstream gradient. So the forward pass computes the gradients while a chunk's logits are in memory, and the backward
+pass scales them. A chunk costs three matrix products, the same as an output layer with all logits. Memory:
 
     one chunk of logits + hidden gradients [N, H] + the smaller one of [V, H] in float32 and [N, V]
 
-The last is kept for the weight gradient (weight_gradient.py); a frozen head needs neither, and one product less. A head
-with all logits holds both at once.
+The last term is kept for the weight gradient (weight_gradient.py). A frozen output layer needs neither, and one product
+less. An output layer with all logits holds both at once.
 
-All depths are one sequence of rows, position by position and depth by depth within a position, and a chunk has whole
-positions. So a loss can couple the depths of a position. And the trunk's logits are made once for all depths: depth d
-at position i learns from the trunk's state at i + d, as depth d - 1 does at i + 1.
+All depths form one sequence of rows, ordered by position, then by depth, and a chunk has whole positions. So a loss can
+couple the depths of a position, and the trunk's logits are computed once for all depths: depth d at position i learns
+from the trunk's state at i + d, as does depth d - 1 at i + 1.
 
     D = 3, a chunk of the positions 4 and 5       row of depth     1  2  3  1  2  3
                                                   the trunk's at   5  6  7  6  7  8     four rows of logits for six
 
-Letters in names: N rows (positions times depths; positions of one depth in what `linear_loss` takes), H hidden, V this
-rank's slice of the vocabulary, D depths, T states of the trunk. Positions may have several dimensions, as [B, S].
+Letters in names: N rows (positions times depths; positions of one depth in the arguments of `linear_loss`), H hidden, V
+this rank's slice of the vocabulary, D depths, T states of the trunk. Positions may have several dimensions, as [B, S].
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -57,15 +57,16 @@ and what it copies then stays in a core's cache. With 64 to 128 positions that t
 
 @dataclass(frozen=True)
 class Targets:
-    """The targets of all depths.
+    """Targets of all depths.
 
     Attributes:
-        labels_DN: tokens; of a draft vocabulary their numbers in it.
-        mask_DN: float, the weight of each position in the depth's sum; 0 leaves it out.
-        scale_D: the weight of the depth's sum in the total.
-        taught_DN: which of the teacher's states has the soft labels, if the loss needs a teacher; best on the host.
-        overlap_DN: where the loss writes the rate at which sampled drafts are accepted, which it then must know.
-        likeliest_DNC: where the tokens with the largest logits are written, the largest first.
+        labels_DN: tokens; with a draft vocabulary, their indices in it.
+        mask_DN: float weight of each position in the sum of its depth; 0 leaves it out.
+        scale_D: weight of each depth's sum in the total.
+        taught_DN: index of the teacher state with the soft labels of each row, if the loss needs a teacher; preferably
+            on the host.
+        overlap_DN: output: acceptance rate of sampled drafts; only for losses that compute it.
+        likeliest_DNC: output: the tokens with the largest logits, largest first.
     """
 
     labels_DN: Tensor
@@ -78,7 +79,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Teacher:
-    """The trunk's states whose logits are the soft labels, and the head for them; None for the depths' own."""
+    """Trunk states whose logits are the soft labels, and their output layer; None for the MTP layers' own."""
 
     states_TH: Tensor
     weight_VH: Tensor | None = None
@@ -94,22 +95,23 @@ def linear_loss(
     main_grad: bool = False,
     bias_VR: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """sum_d scale_d sum_d, to be trained on, and the depths' own masked sums [D], to be logged.
+    """Compute sum_d scale_d sum_d, to train on, and the masked sum [D] of each depth, to log.
 
-    A loss that couples depths makes its own total of the scales and the depths at a position (`TokenLoss.joined`).
+    A loss that couples depths computes its own total from the scales and the depths at a position (`TokenLoss.joined`).
 
     Args:
-        token_loss: the loss of every chunk.
-        hidden: states of every depth, [N, H]. Every tensor-parallel rank has all positions, and computes the part of
-            their gradients that its slice gives (Megatron's copy or gather into the tensor-parallel region adds them).
-        targets: of the same positions; where the loss couples depths, with the same masks at all of them. Positions
-            that follow each other share most of the trunk's logits, so those of a sequence belong side by side.
-        weight_VH: this rank's slice of the head.
-        vocabulary: what its rows stand for.
-        teacher: needed where the loss needs one.
-        main_grad: the weight's gradient may be added to Megatron's `main_grad`, and autograd gets none. Some other
-            loss of the same backward pass has to give the weight one: with `--overlap-grad-reduce` DDP asks for it.
-        bias_VR: further columns of the weight, where states are [N, H + R]; the teacher's do not have them.
+        token_loss: the loss to compute for every chunk.
+        hidden: hidden states of each depth, [N, H]. Every tensor-parallel rank has all positions and computes the part
+            of their gradients that comes from its vocabulary slice (Megatron's copy or gather into the tensor-parallel
+            region adds the parts).
+        targets: targets of the same positions. If the loss couples depths, all depths must have the same mask.
+            Consecutive positions share most of the trunk's logits, so keep those of a sequence together.
+        weight_VH: this rank's slice of the output layer.
+        vocabulary: meaning of the rows of `weight_VH`.
+        teacher: required if the loss needs a teacher.
+        main_grad: add the weight gradient to Megatron's `main_grad` and give autograd none. Another loss of the same
+            backward pass must then provide a gradient: with `--overlap-grad-reduce`, DDP waits for it.
+        bias_VR: additional columns of the weight, for states of [N, H + R]. The teacher's states do not have them.
     """
     dims = hidden[0].dim() - 1
     states = [each.to(weight_VH.dtype) for each in hidden]
@@ -399,21 +401,21 @@ collectives."""
 
 
 def chunks(positions: int, entries: int, is_cuda: bool, most: int | None = None, together: int = 1) -> Iterator[slice]:
-    """Slices of all positions, each with at most a chunk of float32 logits, or `LEAST_POSITIONS`.
+    """Cut all positions into slices, each with at most one chunk of float32 logits, but at least `LEAST_POSITIONS`.
 
     Args:
-        positions: all of them.
-        entries: the logits of a position.
-        is_cuda: whether they are on a GPU.
-        most: positions of a slice, whatever their logits need.
-        together: so many in a row are not cut apart.
+        positions: number of positions.
+        entries: logits per position.
+        is_cuda: whether the logits are on a GPU.
+        most: maximum number of positions per slice, whatever the size of their logits.
+        together: group size that must not be split.
     """
     at_once = max((CHUNK_BYTES_CUDA if is_cuda else CHUNK_BYTES) // (4 * entries), LEAST_POSITIONS)
     return _slices(positions, at_once if most is None else min(at_once, most), together)
 
 
 def blocks(positions: int, entries: int, as_one: bool, together: int = 1) -> Iterator[slice]:
-    """The positions of a chunk, cut into blocks; `as_one` leaves them whole."""
+    """Cut the positions of a chunk into blocks; with `as_one`, keep them whole."""
     return _slices(positions, positions if as_one else BLOCK_BYTES // (4 * entries), together)
 
 

@@ -1,6 +1,6 @@
-"""The losses as their definitions read, all logits at once and gradients by autograd: what the fast ones must equal.
+"""Reference implementation of the losses: all logits at once, gradients by autograd. The fast versions must match it.
 
-Letters in names: N positions, H hidden, V the whole vocabulary, K drafted tokens, T states of the trunk.
+Letters in names: N positions, H hidden, V the whole vocabulary, K draft tokens, T states of the trunk.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from megatron_mtp.spec.config import MTPConfig
 
 @dataclass(frozen=True)
 class Whole:
-    """Inputs of a definition: logits over the whole vocabulary, labels as tokens, drafted tokens, a run's settings."""
+    """Inputs of a loss definition: logits over the whole vocabulary, labels as tokens, draft tokens, run settings."""
 
     logits_NV: Tensor
     labels_N: Tensor
@@ -27,11 +27,11 @@ class Whole:
     settings: MTPConfig
 
     def drafts_NK(self) -> Tensor:
-        """The logits of the drafted tokens."""
+        """Return the logits of the draft tokens."""
         return self.logits_NV[:, self.drafted_K]
 
     def teacher(self) -> Tensor:
-        """The trunk's logits, [N, V]."""
+        """Return the trunk's logits, [N, V]."""
         assert self.teacher_NV is not None
         return self.teacher_NV
 
@@ -45,9 +45,9 @@ def plain_loss(
     drafted_K: Tensor | None = None,
     trunk_TH: Tensor | None = None,
 ) -> Tensor:
-    """sum_d scale_d sum_d, as `linear_loss` has it, of hidden states [N, H] a depth; labels are tokens here.
+    """Compute sum_d scale_d sum_d like `linear_loss`, from hidden states [N, H] of each depth; labels are tokens here.
 
-    In e2e_tv a depth's loss is the chance that the drafts of the depths up to it are not all accepted.
+    In e2e_tv, the loss of a depth is the probability that the drafts up to that depth are not all accepted.
     """
     if drafted_K is None:
         drafted_K = torch.arange(len(weight_VH))

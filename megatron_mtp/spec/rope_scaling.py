@@ -59,8 +59,7 @@ class Scaling:
         """Fill in transformers' defaults for missing config keys.
 
         Raises:
-            ValueError: a number is missing or not above 0. The message continues a sentence that begins with the key's
-                name.
+            ValueError: a number is missing or not above 0; the message names it as the subject of a sentence.
         """
         return {name: positive(keys, name, usual) for name, usual in self.numbers.items()}
 
@@ -98,7 +97,7 @@ class Linear(Scaling):
 
     @override
     def to_megatron(self, keys: Mapping[str, Any], is_latent: bool) -> dict[str, Any]:
-        """Megatron divides the positions and transformers the frequencies: a power of two is rounded alike."""
+        """Require a power of two, for which both round alike: Megatron divides positions, transformers frequencies."""
         made = super().to_megatron(keys, is_latent)
         factor = made[self.arguments["factor"]]
         if factor < 1 or math.log2(factor) % 1:
@@ -230,7 +229,7 @@ def megatrons_scaling(argument: Argument, is_latent: bool) -> dict[str, Any]:
 
 
 def scaling_of(keys: Mapping[str, Any], is_latent: bool = False) -> dict[str, Any] | None:
-    """A drafter's scaling that `rope_scaling` or `rope_parameters` of a config describe, complete; None without one.
+    """Read a drafter's scaling from `rope_scaling` or `rope_parameters` of a config, and complete it; None without one.
 
     Numbers that are missing are Megatron's.
 

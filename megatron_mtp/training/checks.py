@@ -1,11 +1,11 @@
-"""Checks before a run that Megatron does not make: `check_flags` for flags, `check_data` for text and vocabulary.
+"""Checks before a run that Megatron lacks: `check_flags` for flags, `check_data` for text and vocabulary.
 
-Each has one of three reasons, which stands beside it: the flag is ours, or what we build does not have the feature
-(ours); the process would end by a signal or never (crash); the run would go on with wrong or useless numbers (silent).
-What Megatron refuses with an exception is not checked here: `startup.py` makes a sentence of that.
+Each check is marked with one of three reasons: the flag is ours or our model lacks the feature (ours); the process
+would crash or hang (crash); the run would continue with wrong or useless numbers (silent). Errors that Megatron raises
+itself are not checked here; `startup.py` turns them into sentences.
 
-In:  the parsed arguments; those that come from a checkpoint are None until it is read.
-Out: nothing, or a ValueError of one sentence: the flag, its value, what is allowed or what to do.
+In:  the parsed arguments; arguments from a checkpoint are None until it is read.
+Out: nothing, or a ValueError with one sentence: the flag, its value, and what is allowed or what to do.
 """
 
 import math
@@ -44,7 +44,7 @@ from megatron_mtp.training.short_log import say
 
 
 def check_ranges(args: Namespace) -> None:
-    """Raises ValueError at the first number that cannot be trained with, and that Megatron takes."""
+    """Raise ValueError at the first number that Megatron accepts but cannot train with."""
     for allowed, holds, names in RANGES:
         for name in names.split():
             number = getattr(args, name, None)
@@ -53,14 +53,14 @@ def check_ranges(args: Namespace) -> None:
 
 
 def check_supported(args: Namespace) -> None:
-    """Raises ValueError at the first feature that this run cannot have."""
+    """Raise ValueError at the first feature that this run does not support."""
     for row in UNSUPPORTED:
         if (args.mtp_num_layers is not None or not row.depths_alone) and row.is_given(args):
             raise ValueError(row.sentence())
 
 
 def check_flags(args: Namespace, settings: MTPConfig) -> None:
-    """Raises ValueError at the first flags that do not go together."""
+    """Raise ValueError at the first flags that contradict each other."""
     if args.split is not None:
         split_weights(args.split)  # silent: Megatron takes the numbers in any text
     check_supported(args)
@@ -270,7 +270,7 @@ def _with_depths(args: Namespace) -> Sentences:
 
 
 def check_trunk(args: Namespace) -> None:
-    """Raises ValueError where MTP layers go with a trunk that is not loaded from anywhere (ours)."""
+    """Raise ValueError if MTP layers are trained on a trunk that is not loaded (ours)."""
     starts = map(checkpoint_exists, (args.load, args.pretrained_checkpoint))
     if args.mtp_num_layers is not None and (args.mtp_init or args.mtp_train_only) and not any(starts):
         flag = "--mtp-train-only" if args.mtp_train_only else f"--mtp-init {args.mtp_init}"
@@ -347,7 +347,7 @@ def _check_folder(flag: str, named: str | None) -> None:
 
 
 def check_precision(args: Namespace) -> None:
-    """Refuse FP8 without Transformer Engine (silent: the run has full precision)."""
+    """Reject FP8 without Transformer Engine (silent: the run would use full precision)."""
     if args.fp8 and not transformer_engine_works():
         raise ValueError(
             f"--fp8-format is {args.fp8}, which Megatron computes with Transformer Engine alone, and that is not here; "
@@ -356,10 +356,10 @@ def check_precision(args: Namespace) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Make the folder of --save, which Megatron makes at the first save (crash, after the steps to it).
+    """Create the folder of --save, which Megatron creates only at the first save (crash, after all steps before it).
 
     Raises:
-        ValueError: it cannot be made or written.
+        ValueError: it cannot be created or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -371,7 +371,7 @@ def check_writable(folder: Path) -> None:
 
 
 def check_hub(args: Namespace) -> None:
-    """Refuse a tokenizer that would be sought on the Hub for minutes, without reaching it (crash)."""
+    """Reject a tokenizer name that would be looked up on an unreachable Hub for minutes (crash)."""
     name = args.tokenizer_model
     said = (
         f"--tokenizer-model is {name}, which is not a folder here, and the Hugging Face Hub cannot be reached or has "
@@ -400,9 +400,10 @@ def check_hub(args: Namespace) -> None:
 
 
 def check_data(args: Namespace, vocabulary: int) -> None:
-    """Check whether the corpus can be read to its end, and was made with this vocabulary (crash, silent).
+    """Check that the corpus is complete and was made with this vocabulary (crash, silent).
 
-    An empty part of --split is searched forever; ids beyond the vocabulary end a GPU; another tokenizer's are taken.
+    Otherwise an empty part of --split is searched forever, ids outside the vocabulary crash a GPU, and a different
+    tokenizer's ids are accepted.
     """
     if args.mock_data:
         return

@@ -1,7 +1,7 @@
-"""The checkpoint that a run loads, checked before a model is built, and the draft vocabulary that it or the flags give.
+"""Checks of the checkpoint to load, before a model is built, and the draft vocabulary from checkpoint or flags.
 
-Megatron starts from random weights where there is nothing to load, and ends with status 0 where it cannot read what is
-there.
+Without these checks, Megatron starts from random weights if there is nothing to load, and exits with status 0 if it
+cannot read a checkpoint.
 """
 
 import zipfile
@@ -42,10 +42,10 @@ OTHER_FORMATS = ("torch_dcp", "fsdp_dtensor")
 
 
 def check_load(args: Namespace, mends: bool = True) -> None:
-    """Check whether what --load and --pretrained-checkpoint name is there and whole; `mends` an empty tracker.
+    """Check that the checkpoints of --load and --pretrained-checkpoint are complete; `mends` repairs an empty tracker.
 
     Raises:
-        ValueError: it is not.
+        ValueError: a checkpoint is missing or incomplete.
     """
     if mends and args.load is not None and (repaired := repair_tracker(Path(args.load))) is not None and args.rank == 0:
         say(f"> a save to {args.load} was cut short; going on from iteration {repaired}, its newest whole one")
@@ -108,21 +108,22 @@ def _check_layout(args: Namespace, stored: Namespace | None, iteration: Path) ->
 
 
 def loaded_iteration(args: Namespace) -> tuple[str, Path] | None:
-    """The argument (a key of FLAGS) that names the checkpoint which the run starts from, and the iteration's folder."""
+    """Return the argument (a key of FLAGS) that names the checkpoint to start from, and the folder of its iteration."""
     name = next((name for name in FLAGS if checkpoint_exists(getattr(args, name))), None)
     return None if name is None else (name, Path(get_load_checkpoint_path_by_args(args, name)))
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What a run takes of the checkpoint that it starts from.
+    """What a run loads from the checkpoint that it starts from.
 
     Attributes:
-        absent: layers that the checkpoint lacks, by draft head; all of a drafter's are number 0.
-        draft_vocabulary: the tokens [N] that the heads draft, ascending; None for all.
-        new_heads: whether the checkpoint lacks them, so that rows of a head's own are new.
-        finetune: whether the run starts as with --finetune, since the state of the optimizer is that of other layers.
-        messages: lines for the user.
+        absent: layers that the checkpoint lacks, for the MTP layers or each drafter; a drafter's layers are all number
+            0.
+        draft_vocabulary: tokens [N] that can be drafted, ascending; None for all.
+        new_heads: whether the checkpoint lacks the MTP layers or drafters, so their own output rows are new.
+        finetune: whether the run starts as with --finetune, because the optimizer state belongs to other layers.
+        messages: lines to print.
     """
 
     absent: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -132,16 +133,16 @@ class LoadPlan:
     messages: tuple[str, ...] = ()
 
     def then(self, message: str, **changes: Any) -> "LoadPlan":
-        """With a further line, and other changes."""
+        """Return a copy with an additional message and other changes."""
         return replace(self, messages=(*self.messages, message), **changes)
 
 
 def plan_load(args: Namespace, settings: MTPConfig) -> LoadPlan:
-    """The plan of a run with these arguments and settings; a checkpoint without its heads starts a new run.
+    """Plan what a run loads. If the checkpoint lacks its MTP layers or drafter, the run starts at step 0.
 
     Raises:
-        ValueError: the checkpoint has another trunk, other MTP layers or positions than this run, or the flags of the
-            draft vocabulary do not fit it, the data, the vocabulary or the layout.
+        ValueError: the checkpoint has a different trunk, MTP layers or positions than this run, or the draft vocabulary
+            flags do not fit the checkpoint, the data, the vocabulary or the layout.
     """
     plan, found = LoadPlan(finetune=args.finetune), loaded_iteration(args)
     if found is not None:
@@ -297,10 +298,10 @@ def _check_gpt_as_hybrid(pattern: str, stored: Namespace, said: str) -> None:
 
 
 def check_positions(plan: LoadPlan, args: Namespace, stored: Namespace, source: str) -> LoadPlan:
-    """The plan, with a line for each rotary setting that is not that of the training.
+    """Return the plan with a message for each rotary setting that differs from the checkpoint's training.
 
     Raises:
-        ValueError: there is one, and the run goes on with the training in the place of starting anew.
+        ValueError: a setting differs and the run resumes the training rather than starting a new one.
     """
     for name in (*POSITIONS, *scaling_arguments(bool(args.multi_latent_attention))):
         own = getattr(args, name, None)

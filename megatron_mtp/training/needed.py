@@ -1,4 +1,4 @@
-"""Flags that a run needs: all that are missing are named at once, where Megatron names one at a time."""
+"""Required flags. All missing flags are reported at once, where Megatron reports one at a time."""
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -28,10 +28,10 @@ def _is_given(args: Namespace, name: str) -> bool:
 
 
 class Needed(NamedTuple):
-    """A flag that a run needs, what to give there, and when it is missing.
+    """A required flag, what to give, and when it is missing.
 
     Attributes:
-        has_default: Megatron has a default, and refuses it later.
+        has_default: whether Megatron has a default that it rejects later.
     """
 
     flag: str
@@ -87,7 +87,7 @@ OF_DATA = (
 
 
 def check_needed(args: Namespace, needed: Sequence[Needed]) -> None:
-    """Raises ValueError with all flags that are missing: Megatron names one at a time."""
+    """Raise ValueError that names all missing flags."""
     missing = [row for row in needed if row.is_missing(args)]
     if all(row.has_default for row in missing):
         return

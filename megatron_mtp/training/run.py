@@ -1,4 +1,4 @@
-"""One training run: arguments and model configuration, and Megatron's `pretrain()` with them, observed."""
+"""One training run: parse arguments, build the model configuration, and call Megatron's `pretrain()` with hooks."""
 
 import os
 import signal
@@ -51,10 +51,10 @@ AnyFunction = Callable[..., Any]
 
 
 def main(argv: list[str], on_cpu: bool, shows_tables: bool = True, measure: Measure | None = None) -> Metrics:
-    """Run the command line; bad input ends with one sentence and exit status 2.
+    """Run the command line. Invalid input ends with one sentence and exit status 2.
 
-    Inside `quiet()` the run has a short log, with the tables of evaluations if `shows_tables`; else Megatron's.
-    `measure` adds figures to evaluations.
+    Inside `quiet()`, the run prints a short log, with evaluation tables if `shows_tables`; otherwise Megatron's log.
+    `measure` adds values to evaluations.
     """
     fit_to_machine(argv, on_cpu)
     program = Path(argv[0]).name
@@ -93,9 +93,9 @@ def _short_log(args: Namespace, argv: list[str], shows_tables: bool) -> ShortLog
 
 
 def fit_to_machine(argv: list[str], on_cpu: bool) -> None:
-    """Add to `argv` the flags that this machine needs, and print them; plain `python` starts a job of one rank.
+    """Append the flags that this machine needs to `argv` and print them. Plain `python` starts a job with one rank.
 
-    A rank that finds no GPU in a job with GPUs ends with one sentence and exit status 2.
+    A rank that finds no GPU in a job with GPUs exits with one sentence and status 2.
     """
     join_single_process()
     with explained(Path(argv[0]).name):
@@ -114,10 +114,10 @@ def train(
     measure: Measure | None = None,
     **pretrain_arguments: Any,
 ) -> Metrics:
-    """Megatron's `pretrain()` of the model that `config.model`, an `MTPModelConfig`, describes.
+    """Run Megatron's `pretrain()` on the model that `config.model`, an `MTPModelConfig`, describes.
 
-    The forward step is ours, and what is done after evaluations. `reporter` shows the figures in place of Megatron's
-    log, `measure` adds some to evaluations; `pretrain_arguments` are others of `pretrain()`.
+    Uses our forward step and evaluation hooks. `reporter` replaces Megatron's log, `measure` adds values to
+    evaluations, and `pretrain_arguments` are passed on to `pretrain()`.
     """
     settings = config.model.mtp
     metrics = Metrics(None if settings.mtp_metrics_dir is None else Path(settings.mtp_metrics_dir), reporter, measure)
@@ -173,14 +173,14 @@ def _end(metrics: Metrics) -> None:
 
 
 def get_embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
-    """For Megatron: the ranks of a pipeline that hold the word embedding."""
+    """Return the pipeline ranks that hold the word embedding, for Megatron."""
     args = get_args()
     tied = not args.untie_embeddings_and_output_weights
     return embedding_ranks(pipeline_ranks, core_transformer_config_from_args(args), tied)
 
 
 def join_single_process() -> None:
-    """Started as plain `python`, set what torchrun sets for a job of one rank."""
+    """For plain `python`, set the environment that torchrun sets for a job with one rank."""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost")):
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
@@ -194,13 +194,13 @@ def join_single_process() -> None:
 
 @contextmanager
 def observed(metrics: Metrics, shows_checkpoints: bool = False, settings: MTPConfig | None = None) -> Iterator[None]:
-    """While this lasts, the metrics receive training steps and the data of evaluations.
+    """Within this context, report training steps and evaluations to the metrics.
 
-    With `settings` that have a learning rate or clip of the MTP layers, optimizers have a parameter group of them; with
-    settings at all, they keep the schedule of the flags where --override-opt-param-scheduler asks for it.
+    If `settings` have a learning rate or clip of the MTP layers, optimizers get a parameter group for them. With any
+    settings, optimizers keep the schedule of the flags if --override-opt-param-scheduler is set.
 
     Raises:
-        InputError: the installed megatron-core cannot be observed in this way.
+        InputError: the installed megatron-core does not support these hooks.
     """
     keeps_best = settings is not None and settings.mtp_patience is not None
     wrappers: dict[str, Replace] = {
@@ -355,7 +355,7 @@ def _best_states(metrics: Metrics, checkpoint_and_decide_exit: AnyFunction) -> A
 
 
 def with_passes(args: Namespace) -> Namespace:
-    """The arguments of a model that has an MTP layer for every pass of a repeated layer."""
+    """Return the arguments of a model that has an MTP layer for every pass of a repeated layer."""
     passes = trained_depths(args)
     if passes == (args.mtp_num_layers or 0):
         return args

@@ -1,13 +1,13 @@
-"""The end of a run that cannot start: one sentence on stderr, exit status 2, and the traceback in a log file.
+"""Startup errors of a run: one sentence on stderr, exit status 2, and the traceback in a log file.
 
     with explained("pretrain_gpt.py"):                            while flags are read and checked
     with explained("pretrain_gpt.py", metrics.has_trained):       while Megatron trains
 
-Whatever is raised before the second training step becomes the sentence: what was being done, the message, and the flags
-that the message or the failing line of Megatron's source names, with their values. After that an error is a bug and
-keeps its traceback on the terminal, but for a loss that is not a number and a checkpoint that cannot be saved.
+Any exception before the second training step becomes one sentence: what was being done, the message, and the flags,
+with values, that the message or the failing line of Megatron's source names. After that, an exception is a bug and
+keeps its traceback on the terminal, except for a NaN loss and a checkpoint that cannot be saved.
 
-Our own checks raise a ValueError that is a whole sentence; it is shown as it is.
+Our own checks raise a ValueError that is a complete sentence and is shown as it is.
 """
 
 import linecache
@@ -35,7 +35,7 @@ MOST_NAMED, FARTHEST = 4, 8
 
 @contextmanager
 def explained(program: str, has_started: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """End the process with one sentence where what runs inside fails before the run has started."""
+    """Exit with one sentence if the enclosed code fails before the run has started."""
     with sentences(program, mistakes=InputError):
         try:
             yield
@@ -91,7 +91,7 @@ def _known(message: str, args: Namespace) -> str | None:
 
 
 def reason(error: BaseException) -> str:
-    """The message on one line; without one, the condition of an assertion or the kind of the error."""
+    """Return the message in one line; if it is empty, the failed assertion's condition or the exception type."""
     error = root_of(error)
     message = " ".join(str(error).split())[:250].rstrip(".")
     if isinstance(error, AssertionError):

@@ -1,9 +1,9 @@
-"""`--mtp-state-cache DIR`: the states of a frozen trunk are computed once, and read by every training after that.
+"""`--mtp-state-cache DIR`: compute the states of a frozen trunk once, and read them in all later trainings.
 
-The trunk's layers are skipped where all rows of a microbatch are in the store; else they run, and what they return is
-stored. What heads read is the same, bit by bit. Rows are known by their content (`row_keys.py`), so order, seed, loss,
-kind of head, learning rate and number of ranks may change. The trunk's loss, which is only logged, is stored for a
-whole microbatch.
+The trunk's layers are skipped if all rows of a microbatch are stored; otherwise they run, and their output is stored.
+MTP layers and drafters read bit-identical states either way. Rows are identified by their content (`row_keys.py`), so
+order, seed, loss, drafter, learning rate and number of ranks may change. The trunk's loss, which is only logged, is
+stored for each whole microbatch.
 
 Whole rows are stored: a rank of context or sequence parallelism reads a row and takes its part.
 
@@ -43,14 +43,14 @@ EDGE = 2**20
 
 
 class StateCache:
-    """The decoder of a stage, with a store before it.
+    """The decoder of a stage, with a cache in front of it.
 
     Args:
-        stage: of a model whose whole trunk is on this rank's pipeline stage.
-        args: of the run.
+        stage: pipeline stage that holds the whole trunk.
+        args: arguments of the run.
 
     Raises:
-        InputError: the store is of something else, or its disk has no room for this run.
+        InputError: the cache belongs to another model or corpus, or the disk has no space for this run.
     """
 
     def __init__(self, stage: "TrainedStage", args: Namespace) -> None:
@@ -86,11 +86,11 @@ class StateCache:
         return store
 
     def expect(self, rows: Rows) -> None:
-        """Say which rows the next forward of the model has."""
+        """Set the rows of the model's next forward pass."""
         self._rows = rows
 
     def close(self) -> None:
-        """Write what is not written yet, and say how often the trunk ran."""
+        """Write pending rows and report how often the trunk ran."""
         self.store.write()
         if torch.distributed.get_rank() == 0:
             batches = self._read_batches + self._run_batches
@@ -119,7 +119,7 @@ class StateCache:
         return not _on_some_rank(self.store.missing(rows.keys, self.columns))
 
     def main_loss(self, batch: DepthBatch, compute: Callable[[], LossSum]) -> LossSum:
-        """The trunk's loss of the microbatch whose forward has just run, by `compute` unless it is known."""
+        """Return the trunk's loss of the microbatch that just ran, from the cache or by `compute`."""
         made = blake2b(b"".join(self._last.keys) + bytes([mpu.get_context_parallel_rank()]), digest_size=16)
         for value in (batch.labels_BS, batch.loss_mask_BS):
             made.update(value.cpu().contiguous().numpy().tobytes())

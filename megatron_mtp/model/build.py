@@ -1,8 +1,8 @@
-"""From a configuration to a model on this machine: whoever needs a model comes here.
+"""Build a model on this machine from a configuration. This is the only place that builds models.
 
-join_world()                    the process group, of a job or of this process alone
-build(configuration) -> model   a pipeline stage: Megatron's `GPTModel` or, of arguments with a hybrid layer pattern,
-                                its `HybridModel`, with draft heads, as Megatron's `pretrain()` builds it too
+join_world()                    join the process group, of a job or of this process alone
+build(configuration) -> model   a pipeline stage with MTP layers and drafters, as Megatron's `pretrain()` builds it:
+                                `GPTModel` or, with a hybrid layer pattern, `HybridModel`
 """
 
 import copy
@@ -47,14 +47,15 @@ from megatron_mtp.spec.head import HeadSpec
 
 
 def join_world(alone: bool = False, expert_parallel: int = 1) -> None:
-    """Join the process group of the job, all of it tensor-parallel, unless this process is in one already.
+    """Join the process group of the job, all of it tensor-parallel, unless this process has already joined one.
 
     Args:
-        alone: make a group of this process, whatever job it belongs to.
-        expert_parallel: over so many ranks experts are spread whole; over the others each is cut.
+        alone: create a group of only this process, whatever job it belongs to.
+        expert_parallel: number of ranks that hold different experts; each expert is split over the remaining ranks.
 
     Raises:
-        ValueError: the job was given GPUs, and this rank finds none; or it does not have a multiple of these ranks.
+        ValueError: the job was given GPUs and this rank finds none, or the number of ranks is not a multiple of
+            `expert_parallel`.
     """
     if not torch.distributed.is_initialized():
         backend = "gloo" if alone or cpu.installed() else "nccl"
@@ -81,11 +82,11 @@ def join_world(alone: bool = False, expert_parallel: int = 1) -> None:
 
 
 def build(config: MTPModelConfig, groups: ProcessGroupCollection | None = None, **stage: Any) -> LanguageModule:
-    """The model of this process: the whole of it, or a pipeline stage.
+    """Build this process's model: all of it, or a pipeline stage.
 
     Args:
-        groups: process groups; None takes Megatron's global ones.
-        stage: further arguments of `MTPGPTModelBuilder.build_model`.
+        groups: process groups; None for Megatron's global ones.
+        stage: additional arguments of `MTPGPTModelBuilder.build_model`.
     """
     groups = groups or ProcessGroupCollection.use_mpu_process_groups()
     return config.get_builder_cls()(config).build_model(groups, **stage)
@@ -96,17 +97,17 @@ Specs = tuple[dict[str, Any], MultiTokenPredictionLayerSubmodules | None]
 
 
 class AttachingBuilder(ABC):
-    """Put before a builder of Megatron's: a model of Megatron's class, of these layers, with draft heads.
+    """Mix-in for Megatron's builders: builds Megatron's model class from these layers and adds MTP layers and drafters.
 
     Attributes:
-        kind: the class.
+        kind: the model class.
     """
 
     kind: ClassVar[type]
 
     @abstractmethod
     def specs(self, vp_stage: int | None) -> Specs:
-        """The layers of a stage."""
+        """Return the layer spec of a stage."""
 
     def build_model(
         self,
@@ -115,7 +116,7 @@ class AttachingBuilder(ABC):
         post_process: bool | None = None,
         vp_stage: int | None = None,
     ) -> LanguageModule:
-        """Build a pipeline stage, as Megatron's builder does by these arguments."""
+        """Build a pipeline stage; takes the arguments of Megatron's builder."""
         config: MTPModelConfig = self._model_config  # type: ignore[attr-defined]
         virtual: dict[str, Any] = {"vp_stage": vp_stage, "vp_size": config.virtual_pipeline_model_parallel_size}
         if pre_process is None:
@@ -145,7 +146,7 @@ class AttachingBuilder(ABC):
 
 
 class MTPGPTModelBuilder(AttachingBuilder, megatron_gpt.GPTModelBuilder):
-    """Builds a GPT with draft heads."""
+    """Builds a GPT with MTP layers and drafters."""
 
     kind = GPTModel
 

@@ -1,9 +1,9 @@
-"""A trunk of layers that a pattern names, on Megatron's `HybridModel`, and MTP layers that are stacks by a pattern too.
+"""Hybrid models: a trunk on Megatron's `HybridModel` whose layers follow a pattern, and MTP layers that are stacks too.
 
     M*-/*-/*-    a trunk of Mamba-2, attention and MLP; two MTP layers of attention and MLP each
 
-`arguments.py` has the symbols. Without TE the layers are portable ones, under the names that TE's have in checkpoints;
-without the libraries of their kernels, or without a GPU, `M` and `G` are those of recurrent.py.
+`arguments.py` explains the symbols. Without TE, the layers are portable ones with TE's names in checkpoints. Without a
+GPU or the kernel libraries, `M` and `G` are the layers of recurrent.py.
 """
 
 import copy
@@ -44,7 +44,7 @@ from megatron_mtp.model.specs import with_modules, with_portable_modules
 
 
 class PortableStack(HybridStack):
-    """Megatron's stack of layers, whose final norm needs TE, with a portable one."""
+    """Megatron's stack of layers with a portable final norm; Megatron's needs TE."""
 
     def __init__(
         self, config: TransformerConfig, *args: Any, post_layer_norm: bool = True, post_process: bool = True, **kw: Any
@@ -56,7 +56,7 @@ class PortableStack(HybridStack):
 
 
 class DepthStack(HybridStack):
-    """A stack with the interface of a transformer layer, and no norm after its layers: the depth has one."""
+    """A stack with the interface of a transformer layer and without a final norm, which the MTP layer has."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, vp_stage: int | None = None, **kw: Any) -> None:
         super().__init__(config, post_layer_norm=False, **kw)
@@ -70,12 +70,12 @@ class DepthStack(HybridStack):
     def forward(
         self, *, rotary_pos_cos: Tensor | None, rotary_pos_sin: Tensor | None, **inputs: Any
     ) -> tuple[Tensor, None]:
-        """The hidden state [S, B, H], and no context; only inference gives the tables of cosines and sines."""
+        """Return the hidden state [S, B, H] and no context; only inference passes tables of cosines and sines."""
         return super().forward(**inputs), None
 
 
 def stack_spec(config: TransformerConfig) -> ModuleSpec:
-    """The trunk's layers of every kind."""
+    """Return the specs of the trunk's layers of every kind."""
     use_te = config.transformer_impl == "transformer_engine"
     submodules = _te_submodules(config) if use_te else _local_submodules(config)
     swaps: dict[Any, Any] = {}
@@ -92,7 +92,7 @@ def stack_spec(config: TransformerConfig) -> ModuleSpec:
 def depth_submodules(
     trunk: ModuleSpec, pattern: str, config: TransformerConfig, architecture: str
 ) -> MultiTokenPredictionLayerSubmodules:
-    """The spec of one depth: a stack by the pattern, of the trunk's kinds of layers."""
+    """Return the spec of one MTP layer: a stack by the pattern, with the trunk's kinds of layers."""
     use_te = config.transformer_impl == "transformer_engine"
     stack = ModuleSpec(DepthStack, params={"layer_type_list": list(pattern)}, submodules=trunk.submodules)
     submodules = mtp_layer_submodules(stack, architecture, use_te, SHARDED_STACK)
@@ -179,7 +179,7 @@ def _channel_layer(parts: TransformerLayerSubmodules, keys: dict[str, str]) -> T
 
 
 class MTPHybridModelBuilder(AttachingBuilder, megatron_hybrid.HybridModelBuilder):
-    """Builds a hybrid with draft heads."""
+    """Builds a hybrid model with MTP layers and drafters."""
 
     kind = HybridModel
 

@@ -1,8 +1,8 @@
-"""MTP layers that a loaded checkpoint does not have: drawn as in a new model, or made from the trunk's last layer.
+"""Initialization of MTP layers that a loaded checkpoint lacks: random, or from the trunk's last layer.
 
-`last-layer` starts each missing depth as one more step of the trunk: its transformer layer is the trunk's last, or its
-stack the trunk's last layers; its final norm is the trunk's, its input norms are 1, and eh_proj = [0 | I] passes the
-hidden state on and drops the embedding.
+`last-layer` initializes each missing MTP layer as one more step of the trunk: its transformer layer is a copy of the
+trunk's last (or its stack of the last layers); its final norm is the trunk's, its input norms are 1, and eh_proj = [0 |
+I] passes on the hidden state and drops the embedding.
 """
 
 import math
@@ -32,19 +32,19 @@ def fill_absent_layers(
     seed: int,
     block_name: str = "mtp",
 ) -> dict[str, Any]:
-    """The loaded state with entries for the MTP layers that it lacks.
+    """Add entries for missing MTP layers to a loaded state.
 
     Args:
-        loaded: a stage's state dict, as read.
-        own: the stage's state dict as initialized.
-        block: the stage's MTP block.
-        absent: indices of the layers to make.
+        loaded: state dict of a stage, as read.
+        own: state dict of the stage, as initialized.
+        block: MTP block of the stage.
+        absent: indices of the layers to create.
         init: 'random' or 'last-layer'.
-        seed: of 'random'.
-        block_name: in the model.
+        seed: seed of 'random'.
+        block_name: name of the block in the model.
 
     Raises:
-        ValueError: the stage has no trunk layer that could be copied.
+        ValueError: the stage has no trunk layer to copy.
     """
     filled = dict(loaded)
     weights = RandomWeights.of(block.config, block.config.num_layers, seed)
@@ -60,11 +60,11 @@ def fill_absent_layers(
 
 
 def draw_anew(block: MultiTokenPredictionBlock, prefix: str, seed: int) -> None:
-    """Draw the weights of a new block as 'random' does: alike in every layout, and some that modules begin as zeros.
+    """Draw the weights of a new block as 'random' does: the same under every layout; some modules start at zero.
 
     Args:
-        prefix: of the keys of its layers in checkpoints.
-        seed: of the draws.
+        prefix: key prefix of its layers in checkpoints.
+        seed: seed of the draws.
     """
     weights = RandomWeights.of(block.config, block.config.num_layers, seed)
     for layer in block.layers:
@@ -162,10 +162,10 @@ class RandomWeights:
     """Distributions of the weights of new MTP layers.
 
     Attributes:
-        seed: of the run.
-        deviation: of matrices.
-        layers: of the trunk.
-        norm: the weight of a norm that changes nothing.
+        seed: seed of the run.
+        deviation: standard deviation of matrices.
+        layers: number of trunk layers.
+        norm: weight of an identity norm.
     """
 
     seed: int
@@ -175,7 +175,7 @@ class RandomWeights:
 
     @classmethod
     def of(cls, settings: Any, layers: int, seed: int) -> "RandomWeights":
-        """By Megatron's arguments or its TransformerConfig, which have the same names."""
+        """Create from Megatron's arguments or its TransformerConfig, which use the same names."""
         deviation = getattr(settings, "init_method_std", 0.02)
         if getattr(settings, "use_mup", False) and settings.mup_base_hidden_size:
             deviation /= math.sqrt(settings.hidden_size / settings.mup_base_hidden_size)
@@ -187,12 +187,12 @@ class RandomWeights:
         return {own: deviation for row in DRAFTERS.values() for own, deviation in row.begins.items()}
 
     def draw(self, key: str, shape: Sequence[int], part: Part | None = None) -> Tensor | None:
-        """The part of a tensor, float32; None where there is no rule for this kind of tensor.
+        """Draw part of a tensor, float32; None if there is no rule for this kind of tensor.
 
         Args:
-            key: of the tensor in checkpoints.
-            shape: of the whole tensor.
-            part: its place in the whole tensor; None for all of it.
+            key: key of the tensor in checkpoints.
+            shape: shape of the whole tensor.
+            part: the part to draw; None for all of it.
         """
         # Checkpoints keep the rows of `in_proj.weight` apart by what they make, as `in_proj.weight.dt`.
         *_, above, module, name = f".{re.sub(r'(in_proj|conv1d)[.](weight|bias)[.].*', r'\1.\2', key)}".split(".")
@@ -235,7 +235,7 @@ class RandomWeights:
 
 
 def normal_by_name(name: str, *shape: int) -> Tensor:
-    """Standard normal numbers that depend on a name alone."""
+    """Return standard normal numbers that depend only on a name."""
     digest = blake2b(name.encode(), digest_size=8).digest()
     generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little"))
     return torch.randn(shape, generator=generator, device="cpu")

@@ -1,12 +1,12 @@
-"""Multi-latent attention, without a norm of queries that are not compressed, and without Transformer Engine.
+"""Multi-latent attention without a norm of uncompressed queries, and without Transformer Engine.
 
-Queries that are not compressed (`q_lora_rank` None) have no norm here, as in DeepSeek-V2-Lite and Moonlight.
-Megatron's own module puts one inside their projection, behind the layer's input norm; only TE has such a projection.
+Uncompressed queries (`q_lora_rank` None) have no norm here, as in DeepSeek-V2-Lite and Moonlight. Megatron's own module
+adds one inside their projection, after the layer's input norm; only TE has such a projection.
 
-Without TE the down-projections are column-parallel. Megatron gathers their output, and takes the gradients of a
-gathered tensor to be the same on all ranks. Two are not (megatron-core 0.19.2): the rotary part of the keys goes
-straight to each rank's own heads, which is a part of its gradient; and gradients of anything called `q_layernorm` are
-summed over the ranks, also where each rank has all of it.
+Without TE, the down-projections are column-parallel. Megatron gathers their output and assumes that all ranks have the
+same gradients of a gathered tensor. That is false for two of them (megatron-core 0.19.2): the rotary part of the keys
+goes directly to each rank's own heads, which gives a partial gradient; and gradients of parameters named `q_layernorm`
+are summed over the ranks even if each rank has the complete gradient.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 class LatentSelfAttention(MLASelfAttention):
-    """Megatron's MLA, without a norm of queries that are not compressed."""
+    """Megatron's MLA without a norm of uncompressed queries."""
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
         """Classes of the norms and of the projections behind them, by attribute."""
@@ -44,11 +44,11 @@ PLAIN_QUERIES = {MLASelfAttention: LatentSelfAttention}
 
 
 class PortableLatentAttention(LatentSelfAttention):
-    """Multi-latent attention on Megatron's own linear layers, with the gradients of one process.
+    """Multi-latent attention on Megatron's own linear layers, with the same gradients as one process.
 
     Args:
-        is_summed: whether the model is one in which Megatron sums gradients of a `q_layernorm` over the ranks, which
-            depends on its trunk alone.
+        is_summed: whether Megatron sums gradients of a `q_layernorm` over the ranks in this model, which depends only
+            on its trunk.
     """
 
     def __init__(self, *args: Any, is_summed: bool = True, **kwargs: Any) -> None:

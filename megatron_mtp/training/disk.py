@@ -51,7 +51,7 @@ def check_room(args: Namespace, chunks: Iterable[torch.nn.Module], has_optimizer
 
 
 def checkpoint_bytes(args: Namespace, chunks: Iterable[torch.nn.Module], has_optimizer: bool) -> int:
-    """What the parameters of this rank add to a checkpoint; experts count for those of the ranks beside it, too."""
+    """Return the bytes that this rank's parameters add to a checkpoint, with experts of all expert-parallel ranks."""
     bytes_of_state = 4 * MOMENTS.get(args.optimizer, 0)
     total = 0
     for parameter in (one for chunk in chunks for one in chunk.parameters()):

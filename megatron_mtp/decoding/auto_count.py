@@ -1,13 +1,13 @@
-"""Automatic K: the number of drafts that gives most tokens a second, 0 included.
+"""Automatic K: choose the number of draft tokens with the highest throughput, including K = 0.
 
-With a_k the chance that position k is accepted given the ones before, K drafts yield 1 + sum_{j<=K} prod_{k<=j} a_k
-tokens in the time of K drafts and one forward of K + 1 rows. Both are measured while decoding.
+With a_k the probability that position k is accepted given the ones before, K drafts yield 1 + sum_{j<=K} prod_{k<=j}
+a_k tokens in the time of K drafts and one forward pass of K + 1 rows. Both are measured while decoding.
 
-While K = 0 is best, drafting rests. A draft is tried again after 16, 32, 64, ... plain steps, as long as drafting has
-cost less than `SHARE` of the time beyond plain decoding. After a rest the drafter has to run the rows of all tokens
-emitted meanwhile. That is part of the price: where it exceeds the share, the next draft waits for more time to pass.
-The measurements hold for all batches of one size that a model generates. A time is the lower quartile of the last ones,
-without a K's first steps, so that neither what is prepared or compiled nor other load on the machine decide.
+While K = 0 is best, drafting is paused. It is retried after 16, 32, 64, ... plain steps, as long as drafting has cost
+less than `SHARE` of the time on top of plain decoding. After a pause the drafter must first run the rows of all tokens
+emitted meanwhile. This is part of the cost: if it exceeds the share, the next retry waits longer. Measurements are
+shared by all batches of the same size. A time is the lower quartile of the latest ones, excluding a K's first steps, so
+that compilation and other load on the machine do not decide.
 """
 
 import math
@@ -68,12 +68,12 @@ SHARE = 0.01
 
 @dataclass
 class AutoK:
-    """Picks K per step.
+    """Chooses K for each step.
 
     Attributes:
-        most: the largest K to consider.
-        at_once: whether a draft takes as long for any K.
-        rests: plain steps are best, and a drafter need not keep up; the same on all ranks.
+        most: largest K to consider.
+        at_once: whether drafting takes the same time for any K.
+        rests: whether drafting is paused, so a drafter does not need to keep up; the same on all ranks.
     """
 
     most: int
@@ -100,20 +100,20 @@ class AutoK:
 
     @property
     def holds(self) -> bool:
-        """True if the next step has the K of the last one, whatever it is told."""
+        """Whether the next step keeps the K of the last one, whatever is measured."""
         return self._held > 0
 
     def change_batch(self) -> None:
-        """Choose anew: the next step is of other sequences, which a drafter may not have kept up with."""
+        """Reset: the next step has other sequences, which a drafter may not have kept up with."""
         if not self.rests:
             self._held = 0
 
     def choose(self, missed: int = 0, left: float = math.inf) -> int:
-        """K of the next step; with several ranks the first one's choice, since their clocks differ.
+        """Return K of the next step; with several ranks, the first one's choice, because their clocks differ.
 
         Args:
-            missed: rows of a sequence that the drafter has not run.
-            left: tokens that a sequence may still get.
+            missed: number of rows per sequence that the drafter has not run.
+            left: number of tokens that a sequence may still get.
         """
         if self._held:
             self._held -= 1
@@ -128,7 +128,7 @@ class AutoK:
         return self._count
 
     def learn(self, count: int, step: AcceptanceStats, overhead: float = 0.0) -> None:
-        """Take in what one step with K = `count` took and gave, and the seconds that the engine took around it."""
+        """Record what a step with K = `count` took and gained, and the seconds that the engine spent around it."""
         drafter, target = step.drafter_seconds, step.target_seconds + overhead
         self._elapsed += drafter + target
         self._steps += 1
@@ -154,10 +154,10 @@ class AutoK:
         self._behind = 1
 
     def rates(self, caught_up: bool = False) -> list[float]:
-        """Tokens a second that K = 0 .. most promise, over all that are left.
+        """Return the expected tokens per second of K = 0 .. most, over the remaining tokens.
 
         Args:
-            caught_up: leave out what the drafter takes for the rows that it has missed.
+            caught_up: whether to ignore the time for rows that the drafter has missed.
         """
         catching_up = 0.0 if caught_up else self._catching_up() / self._left
         draft, seconds_of = _usual(self._draft), self._seconds()

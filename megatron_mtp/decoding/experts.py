@@ -1,10 +1,11 @@
-"""Layers of experts for few rows, without reading back which experts the rows go to.
+"""Expert layers for few rows, without reading back to the host which experts the rows are routed to.
 
-Megatron's layer sorts rows by expert and reads the counts back to the host, which a CUDA graph cannot do, and runs one
-expert after another. Here few rows gather the weights of their experts, and more rows run all experts at once; the
-probability of an expert that was not chosen is 0. The router's functions and the shared experts are Megatron's.
+Megatron's layer sorts rows by expert, reads the counts back to the host, which a CUDA graph cannot do, and runs the
+experts one after another. Here, few rows gather the weights of their experts, and more rows run all experts at once,
+with probability 0 for experts that were not chosen. Router functions and shared experts are Megatron's.
 
-Letters in names: S rows of a forward, B batch, H hidden, T = S B, E experts, K experts of a row, F hidden of an expert.
+Letters in names: S rows of a forward pass, B batch, H hidden, T = S B, E experts, K experts of a row, F hidden size of
+an expert.
 """
 
 from typing import Any
@@ -49,7 +50,7 @@ BALANCED = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
 
 
 class StaticExperts(StandIn):
-    """In the place of a `MoELayer`, whose experts' weights become parts of one tensor."""
+    """Replaces a `MoELayer`, whose expert weights become parts of one tensor."""
 
     def __init__(self, own: MoELayer) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class StaticExperts(StandIn):
         self._activated = activation(own.config)
 
     def forward(self, hidden_SBH: Tensor, **_: object) -> tuple[Tensor, None]:
-        """[S, B, H], and no bias, as the layer returns them."""
+        """Return [S, B, H] and None for the bias, like the replaced layer."""
         rows = hidden_SBH.shape[:2].numel()
         if rows > MOST_ROWS and not torch.cuda.is_current_stream_capturing():
             return self.own(hidden_SBH)
@@ -100,7 +101,7 @@ class StaticExperts(StandIn):
 
 
 def place_static_experts(layer: TransformerLayer) -> None:
-    """Put `StaticExperts` in the place of a layer's experts, where they are of a kind that it knows."""
+    """Replace a layer's experts by `StaticExperts`, if they are of a supported kind."""
     if isinstance(layer.mlp, MoELayer) and _is_known(layer.mlp):
         layer.mlp = StaticExperts(layer.mlp)
 

@@ -1,4 +1,4 @@
-"""Drafting methods: a config from JSON, and the proposer, verifier and K that it names, checked against the model."""
+"""Drafting methods: parse a config from JSON, and check its proposer, verifier and K against the model."""
 
 import json
 from collections.abc import Sequence
@@ -29,10 +29,10 @@ class Method:
     """A proposer with its verifier (method.py makes one).
 
     Attributes:
-        config: with the verifier's name filled in.
+        config: config with the verifier's name filled in.
         count: K of every step.
-        auto: whether K of each step is picked by cost and acceptance; `count` is the largest then.
-        stats: what the last step has cost and gained.
+        auto: whether K of each step is chosen by cost and acceptance; `count` is then the maximum.
+        stats: cost and gain of the last step.
     """
 
     proposer: Proposer
@@ -45,7 +45,7 @@ class Method:
 
     @property
     def slots(self) -> int:
-        """Slots behind the tokens of a sequence that a step may write."""
+        """Number of slots after the tokens of a sequence that a step may write."""
         return 1 + self.proposer.nodes(self.count)
 
 
@@ -56,10 +56,10 @@ _EXAMPLE = """give for example '{"method": "mtp", "num_speculative_tokens": 2}'.
 
 
 def parse_config(text: str) -> SpeculativeConfig:
-    """The settings that a JSON object spells out.
+    """Parse the settings of a JSON object.
 
     Raises:
-        ValueError: it is not a JSON object, or has an unknown method, key or value; the message lists what exists.
+        ValueError: it is not a JSON object, or has an unknown method, key or value; the message lists the known ones.
     """
     try:
         given = json.loads(text)
@@ -71,7 +71,7 @@ def parse_config(text: str) -> SpeculativeConfig:
 
 
 def config_from(given: dict[str, Any]) -> SpeculativeConfig:
-    """The settings in a dict, by this package's names or vLLM's; errors as of `parse_config`."""
+    """Convert a dict to settings, with this package's names or vLLM's; errors as in `parse_config`."""
     given = from_vllm(given)
     if "method" not in given:
         raise ValueError(f"speculative config: 'method' is missing; choose one of {', '.join(PROPOSERS.names())}.")
@@ -86,18 +86,18 @@ def config_from(given: dict[str, Any]) -> SpeculativeConfig:
 
 
 def is_lossless(config: SpeculativeConfig) -> bool:
-    """True if the target's distribution is kept."""
+    """Return whether the verifier keeps the target's distribution."""
     return config.verifier is None or VERIFIERS[config.verifier].lossless
 
 
 def make_method(runner: Any, config: SpeculativeConfig | None, sampling: Sampling, drafter: Any = None) -> Method:
-    """The method that a config asks for; plain decoding without one.
+    """Create the method that a config describes; plain decoding if it is None.
 
     Args:
         drafter: the small model, for a method that needs one.
 
     Raises:
-        ValueError: the model, the sampling or the verifier does not go with the method.
+        ValueError: the method does not support the model, the sampling or the verifier.
     """
     config = config or SpeculativeConfig("plain")
     if config.verifier is None:

@@ -1,4 +1,4 @@
-"""What `megatron-mtp attach` refuses before the first step takes its time."""
+"""Checks of `megatron-mtp attach` before the first step."""
 
 import math
 import shutil
@@ -19,7 +19,7 @@ LEAST_TEXTS = 25
 
 
 def checked(settings: AttachSettings) -> AttachSettings:
-    """Settings whose steps can run, with the folder and depths of the donor. Raises ValueError where one cannot."""
+    """Return settings that can run, with the donor's folder and MTP layers filled in. Raise ValueError otherwise."""
     settings = _with_donor(settings)
     if not (settings.model / "config.json").is_file():
         raise ValueError(f"{settings.model} has no config.json; give the folder of a Hugging Face model.")
@@ -29,7 +29,7 @@ def checked(settings: AttachSettings) -> AttachSettings:
 
 
 def check_flags_of_train(settings: AttachSettings, own: Parser) -> None:
-    """Refuse flags that `train` would refuse, or that attach sets itself. Raises ValueError."""
+    """Reject flags that `train` would reject or that attach sets itself. Raise ValueError."""
     for word in names_of(settings.more):
         if word in SET_BY_ATTACH:
             raise ValueError(f"{word} is set by attach; give {SET_BY_ATTACH[word]} in its place.")

@@ -1,4 +1,4 @@
-"""What a folder RUN of `megatron-mtp attach` was begun with: finished steps depend on it."""
+"""Record of the settings that a RUN folder of `megatron-mtp attach` was started with. Finished steps depend on them."""
 
 import json
 import os
@@ -16,7 +16,7 @@ KEPT = "model corpus load mtp_layers unroll mtp_init donor drafter drafter_init 
 
 
 def check_run(settings: AttachSettings) -> None:
-    """Raises ValueError where RUN was begun with other settings, or --overwrite would remove what is none of ours."""
+    """Raise ValueError if RUN was started with other settings, or --overwrite would remove files of other programs."""
     file = settings.run / RECORD
     other = "--dry-run" if settings.dry_run else "--only" if settings.only else None
     if settings.overwrite and other:
@@ -43,7 +43,7 @@ def check_run(settings: AttachSettings) -> None:
 
 
 def keep_settings(settings: AttachSettings) -> None:
-    """Write them at the first start of a RUN, of which --overwrite removes everything before."""
+    """Write the settings at the first start of RUN. --overwrite first removes everything."""
     if settings.overwrite:
         remove(settings.run)
     if not (settings.run / RECORD).exists():

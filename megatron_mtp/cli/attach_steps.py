@@ -1,4 +1,4 @@
-"""The steps of `megatron-mtp attach`: what each makes, when it is left to do, and the verb that does it."""
+"""Steps of `megatron-mtp attach`: the output of each, whether it still has to run, and its command."""
 
 import json
 import shutil
@@ -36,17 +36,17 @@ def _nothing(settings: AttachSettings) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """A step, which is a verb in a process of its own.
+    """A step, which runs a command in its own process.
 
     Attributes:
-        name: in --only.
-        makes: what it makes, for the output.
-        is_left: whether the settings need it, and it is not finished; verbs that find that out by themselves are left.
-        command: the verb and its arguments.
-        check: what is refused before it; raises ValueError.
+        name: name for --only.
+        makes: description of its output, to print.
+        is_left: whether the settings need it and it is not finished. Commands that find this out themselves always run.
+        command: the command and its arguments.
+        check: checks before it; raises ValueError.
         prepare: what this process does before it runs.
         on_ranks: whether --launch starts it.
-        of_the_folder: whether it is left out where no Hugging Face folder can hold the model.
+        of_the_folder: whether to skip it if no Hugging Face format supports the model.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Step:
     of_the_folder: bool = False
 
     def left_command(self, settings: AttachSettings) -> list[str] | None:
-        """The verb and its arguments; None if it is finished, or not needed."""
+        """Return the command and its arguments; None if it is finished or not needed."""
         return self.command(settings) if self.is_left(settings) else None
 
 
@@ -200,7 +200,7 @@ def _export(settings: AttachSettings) -> list[str]:
 
 
 def family_of(settings: AttachSettings) -> str | None:
-    """The family of the exported folder; None for the model's own, or the one that fits."""
+    """Return the family of the exported folder; None for the model's own, or the one that fits."""
     return settings.family or (None if settings.donor is not None else "glm4_moe")
 
 

@@ -1,9 +1,9 @@
-"""`megatron-mtp check FOLDER`: is what the folder's MTP layers draft accepted as `mtp_acceptance.json` says?
+"""`megatron-mtp check FOLDER`: compare the measured acceptance of a model's drafts with `mtp_acceptance.json`.
 
-Prompts are cut from a text, one of each document where there are enough, or are the turns of chats. The model continues
-them, here or behind a server, and every draft is counted by its prompt. Errors are of a bootstrap over documents.
+Prompts are cut from a text, one per document if there are enough, or are the user turns of chats. The model continues
+them, locally or behind a server, and drafts are counted by prompt. Standard errors are bootstrapped over documents.
 
-Exit status 0: accepted as recorded, or more. 1: less. 2: bad input.
+Exit status 0: accepted as recorded, or more. 1: less. 2: invalid input.
 """
 
 import json
@@ -51,14 +51,14 @@ NumberedPrompts = list[tuple[int, list[int]]]
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Draft, compare and print; bad input ends with one sentence and exit status 2."""
+    """Draft, compare and print. Invalid input ends with one sentence and exit status 2."""
     args = parser(program).parse_args(arguments)
     quieten()
     return status_of(program, lambda: run(args))
 
 
 def parser(program: str) -> Parser:
-    """The parser of the command's flags."""
+    """Create the parser of the command."""
     made = Parser(
         program,
         description="Continue prompts with a model that has MTP layers, and compare the acceptance of its drafts with "
@@ -92,7 +92,7 @@ def parser(program: str) -> Parser:
 
 
 def run(args: Namespace) -> int:
-    """Measure, print and compare; returns the exit status. Raises ValueError for bad input."""
+    """Measure, print and compare; return the exit status. Raise ValueError for invalid input."""
     from megatron_mtp.checkpoint.hf.hub import local_folder
     from megatron_mtp.data.tokenizer import end_tokens, read_tokenizer
 
@@ -325,7 +325,7 @@ def _compared(
 
 
 def text_of(result: dict[str, Any]) -> str:
-    """The result for people: a table by position, and the verdict."""
+    """Format the result as text: a table by position, and the verdict."""
     lines = ["position   recorded   accepted"]
     rows = zip(*(result[name] for name in ("recorded acceptance", "acceptance", "acceptance error")), strict=True)
     lines += [

@@ -1,6 +1,6 @@
-"""`megatron-mtp evaluate`: losses and acceptance by depth of a checkpoint on a text, by the evaluation of training.
+"""`megatron-mtp evaluate`: report losses and acceptance by depth of a checkpoint on a text.
 
-It is `train` with `--skip-train` and `DEFAULTS`; every flag of `train` may follow and overrides them.
+It is `train` with `--skip-train` and `DEFAULTS`; all flags of `train` are accepted and take precedence.
 """
 
 import json
@@ -57,7 +57,7 @@ All flags of `megatron-mtp train` are accepted as well. Defaults:
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Evaluate a checkpoint and print the result; bad input exits with one sentence and status 2."""
+    """Evaluate a checkpoint and print the result. Invalid input ends with one sentence and exit status 2."""
     args, rest = parser(program).parse_known_args(arguments)
     given, rest = train.parse_run(program, rest)
     with quiet(given.verbose, notes=sys.stderr) as output:
@@ -103,7 +103,7 @@ def main(arguments: list[str], program: str) -> int:
 
 
 def parser(program: str) -> Parser:
-    """The parser of the flags that `train` does not have."""
+    """Create the parser of the flags that `train` does not have."""
     made = Parser(
         program,
         description="Report losses, acceptance by depth and expected accepted length of a checkpoint on text.",

@@ -1,4 +1,4 @@
-"""`megatron-mtp generate`: a checkpoint and prompts in, texts and their cost out."""
+"""`megatron-mtp generate`: generate text with speculative decoding, and report its cost."""
 
 import json
 import sys
@@ -59,7 +59,7 @@ EXAMPLES = """examples:
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Generate; bad input ends with one sentence and exit status 2."""
+    """Generate. Invalid input ends with one sentence and exit status 2."""
     args = parser(program).parse_args(arguments)
     quieten()
 
@@ -70,7 +70,7 @@ def main(arguments: list[str], program: str) -> int:
 
 
 def parser(program: str) -> Parser:
-    """The parser of the command's flags."""
+    """Create the parser of the command."""
     made = Parser(
         program,
         description="Generate text with a checkpoint, by plain or speculative decoding.",
@@ -127,7 +127,7 @@ class _ListMethods(Action):
 
 
 def run(args: Namespace, answer: TextIO) -> None:
-    """Load, check, generate, report. Raises ValueError for bad input, before anything is generated."""
+    """Load, check, generate and report. Raise ValueError for invalid input before anything is generated."""
     import torch
 
     from megatron_mtp.cli.cost import Workload, summary, table

@@ -1,6 +1,6 @@
-"""Turn text into the `.bin` and `.idx` that Megatron trains on; without a tokenizer, train one first.
+"""Tokenize text to the `.bin` and `.idx` files that Megatron trains on; train a tokenizer first if there is none.
 
-It reads the flags, calls `megatron_mtp.data`, and prints one line per step. Exit status 2 is a user's mistake.
+Parses flags, calls `megatron_mtp.data` and prints one line per step. Exit status 2 is a user error.
 """
 
 import argparse
@@ -53,7 +53,7 @@ NOT_SETTINGS = ("output_prefix", "workers", "overwrite")
 
 
 def main(arguments: list[str], program: str = "megatron-mtp preprocess") -> int:
-    """Run `preprocess`; exit status 0 if the corpus is there, 2 for a mistake in the flags or the input."""
+    """Run `preprocess`. Exit status 0 if the corpus was written, 2 for an error in the flags or the input."""
     args = parser(program).parse_args(arguments)
 
     def work() -> int:
@@ -66,7 +66,10 @@ def main(arguments: list[str], program: str = "megatron-mtp preprocess") -> int:
 
 
 def preprocess(args: argparse.Namespace) -> None:
-    """Find documents, tokenize them and write the corpus; ValueError for a user's mistake, or a dead worker process."""
+    """Find documents, tokenize them and write the corpus.
+
+    Raise ValueError for a user error or a dead worker process.
+    """
     settings = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SETTINGS}
     if not args.overwrite and _is_done(args.output_prefix, settings):
         return
@@ -107,7 +110,7 @@ def preprocess(args: argparse.Namespace) -> None:
 
 
 def parser(program: str) -> Parser:
-    """The parser of all flags."""
+    """Create the parser of all flags."""
     made = Parser(program, description=(__doc__ or "").split("\n")[0], epilog=EXAMPLES)
     add = made.add_argument
     files = "files, folders or quoted globs; .jsonl files have one document per line"

@@ -1,7 +1,7 @@
-"""`megatron-mtp sample`: a checkpoint and a corpus in; prompts with continuations out, as a corpus of train.
+"""`megatron-mtp sample`: generate training data by continuing prompts of a corpus.
 
-A sample depends on its number and the settings alone; finished ones are in a file that kills do not harm
-(data/samples.py). The model is a checkpoint, or is behind a server.
+A sample depends only on its number and the settings. Finished samples are in an append-only file that survives kills
+(data/samples.py). The model is a checkpoint or behind a server.
 """
 
 import os
@@ -51,14 +51,14 @@ The same command continues after an interruption, with the same samples. A large
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Write the texts; bad input ends with one sentence and exit status 2."""
+    """Generate the samples. Invalid input ends with one sentence and exit status 2."""
     args = parser(program).parse_args(arguments)
     quieten()
     return status_of(program, lambda: run(args), advice="the same command continues")
 
 
 def parser(program: str) -> Parser:
-    """The parser of the command's flags."""
+    """Create the parser of the command."""
     made = Parser(
         program,
         description="Continue prompts of a corpus with a model, and write prompts and continuations as training data: "
@@ -95,7 +95,10 @@ def parser(program: str) -> Parser:
 
 
 def run(args: Namespace) -> int:
-    """Write the texts that are not finished, and the corpus of all; ValueError for bad input, or other texts there."""
+    """Generate missing samples and write the corpus of all.
+
+    Raise ValueError for invalid input or other samples there.
+    """
     from megatron_mtp.data.tokenizer import Encoder, end_tokens, read_tokenizer
 
     _check(args)

@@ -1,9 +1,10 @@
-"""Continuations by an OpenAI-compatible server: vLLM, SGLang, `megatron-mtp serve` and others.
+"""Sampling from an OpenAI-compatible server: vLLM, SGLang, `megatron-mtp serve` and others.
 
-In:  numbered prompts as token ids, which /v1/completions takes; chats come as the local chat template writes them.
+In:  numbered prompts as token ids for /v1/completions; chats are rendered with the local chat template.
 Out: samples with token ids, checked against the local tokenizer.
 
-The client retries 408, 409, 429, 5xx and cut connections after 0.5, 1, 2, 4, 8, 8 ... seconds, or as Retry-After asks.
+The client retries 408, 409, 429, 5xx and dropped connections after 0.5, 1, 2, 4, 8, 8 ... seconds, or as Retry-After
+specifies.
 """
 
 import asyncio
@@ -42,11 +43,11 @@ class TextServer:
         args: flags of `sample`.
 
     Attributes:
-        settings: on which texts depend, by the name of the flag; a server may move to another URL.
+        settings: settings that samples depend on, by flag name; the URL is not among them.
         tokenizer: folder of the model's tokenizer.
 
     Raises:
-        ValueError: nothing answers at the URL, it is not such a server, or does not serve `--model`.
+        ValueError: the URL does not respond, is not a compatible server, or does not serve `--model`.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -56,15 +57,18 @@ class TextServer:
         self.settings: dict[str, Any] = {"model": self._model}
 
     def start(self, tokenizer: "PreTrainedTokenizerBase", ends: frozenset[int]) -> int | None:
-        """Texts end with these ids; returns the positions of a prompt with its continuation, if the server says so."""
+        """Set the end tokens.
+
+        Return the number of positions of a prompt and its continuation, if the server reports it.
+        """
         self._tokenizer, self._ends = tokenizer, ends
         return self._positions
 
     def continue_all(self, prompts: Iterable[tuple[int, list[int]]], keep: Callable[[Sample], object]) -> None:
-        """Continue every numbered prompt, some at a time, and `keep` it.
+        """Continue every numbered prompt, several at a time, and `keep` each result.
 
         Raises:
-            ValueError: the server refuses a prompt, fails for good, or has another tokenizer.
+            ValueError: the server rejects a prompt, keeps failing, or has another tokenizer.
         """
         try:
             asyncio.run(self._continue_all(prompts, keep))

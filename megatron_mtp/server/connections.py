@@ -1,4 +1,4 @@
-"""Connections of slow and of many clients: how long a request may take to arrive, and how many files are open."""
+"""Limits on how long a request may take to arrive, and on the number of open files."""
 
 import asyncio
 import logging
@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 class TimedProtocol(H11Protocol):
-    """Uvicorn's protocol, which closes a connection whose request does not arrive in time.
+    """Uvicorn's protocol that also closes a connection whose request does not arrive in time.
 
-    Uvicorn limits only the time between requests (`timeout_keep_alive`).
+    Uvicorn itself limits only the time between requests (`timeout_keep_alive`).
     """
 
     _arriving: asyncio.TimerHandle | None = None
@@ -58,7 +58,7 @@ class TimedProtocol(H11Protocol):
 
 
 def raise_open_files() -> None:
-    """Raise the soft limit of open files to `OPEN_FILES`, or as far as the hard limit allows."""
+    """Raise the soft limit of open files to `OPEN_FILES`, or to the hard limit if that is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -66,9 +66,9 @@ def raise_open_files() -> None:
 
 
 class LoopErrors:
-    """Exception handler of an event loop, which logs one line a minute where connections cannot be accepted.
+    """Exception handler of the event loop that logs at most one line a minute if connections cannot be accepted.
 
-    Asyncio logs a traceback for each attempt, which are up to 2,048 a second.
+    asyncio logs a traceback for each attempt, up to 2,048 per second.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The folder of an EAGLE-3 drafter: `midlayer.*`, `fc`, `norm`, `lm_head`, and with a draft vocabulary d2t and t2d."""
+"""Hugging Face format of an EAGLE-3 drafter: `midlayer.*`, `fc`, `norm`, `lm_head`; for a draft vocabulary d2t, t2d."""
 
 from typing import Any, ClassVar, override
 
@@ -22,7 +22,7 @@ NORMS_OF_BOTH = {"input_layernorm": "input_layernorm.enorm", "hidden_norm": "inp
 
 
 class Eagle3Folder(OneLayerCodec):
-    """EAGLE-3, whose head is always its own."""
+    """EAGLE-3, which always has its own output layer."""
 
     has_own_head = True
     own_forms: ClassVar[dict[str, Any]] = {"num_aux_hidden_states": READS}

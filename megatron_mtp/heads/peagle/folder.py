@@ -1,4 +1,4 @@
-"""The folder of a P-EAGLE drafter: that of EAGLE-3 with several layers, and `mask_hidden`."""
+"""Hugging Face format of a P-EAGLE drafter: that of EAGLE-3 with several layers and `mask_hidden`."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -18,7 +18,7 @@ MASKS = "mask_token_id", "pard_token", "ptd_token_id"
 
 
 class PEagleFolder(Eagle3Folder):
-    """P-EAGLE, whose head is always its own, and which does not say with how many drafts it was trained."""
+    """P-EAGLE, which always has its own output layer; the folder does not store the number of drafts in training."""
 
     layer_names = ("layers.0.",)
     whole_numbers = (*Eagle3Folder.whole_numbers, "num_hidden_layers")

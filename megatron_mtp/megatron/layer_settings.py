@@ -1,4 +1,4 @@
-"""Settings of Megatron's configuration that change nothing in the forward of a dense layer."""
+"""Settings of Megatron's configuration that have no effect on the forward pass of a dense layer."""
 
 WITHOUT_EFFECT = frozenset(
     # which kernel computes the same

@@ -1,4 +1,4 @@
-"""What Megatron says where a run cannot start, and what is told instead (`training/startup.py`)."""
+"""Megatron's messages for runs that cannot start, and what we print instead (`training/startup.py`)."""
 
 PHASES = {
     "parse_hybrid_pattern": "--hybrid-layer-pattern cannot be read",

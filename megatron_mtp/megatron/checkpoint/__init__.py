@@ -1,14 +1,14 @@
-"""Distributed checkpoints of Megatron.
+"""Megatron's distributed checkpoints.
 
-catalogue.py   what an iteration holds, read without running code; checksums, made and compared
-iterations.py  a folder's newest whole iteration, the tracker, and the tokenizer that is kept beside them
-reader.py      tensors, piece by piece without a model; whole files; the MTP layers, counted
-writer.py      the same, written
+catalogue.py   contents of an iteration, read without running code; checksums
+iterations.py  the newest complete iteration of a folder, the tracker, and the tokenizer stored with them
+reader.py      read tensors piece by piece without a model; complete files; the MTP layers
+writer.py      write checkpoints without a model
 
-Below are names of files, and keys of tensors. A norm has two keys: Megatron's own modules and Transformer Engine's put
-some norms into other modules. Both are checkpoints of the same model. Which name is whose depends on the layer: a dense
-GQA layer has the fused norm under both kinds of modules, a MoE layer under Megatron's own alone, a dense MLA layer
-under Transformer Engine's alone.
+Below are file names and tensor keys. A norm has two keys, because Megatron's own modules and Transformer Engine's place
+some norms in different modules. Both are checkpoints of the same model. Which key belongs to which depends on the
+layer: a dense GQA layer has the fused norm with both kinds of modules, a MoE layer only with Megatron's own, a dense
+MLA layer only with Transformer Engine's.
 """
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -37,7 +37,7 @@ _PAIRS = (
 
 
 def other_key(key: str) -> str | None:
-    """Return the key that the same norm has in a checkpoint of the other kind of modules; None for other tensors."""
+    """Return the key of the same norm in a checkpoint of the other kind of modules; None for other tensors."""
     for own, fused in _PAIRS:
         for name, other in ((own, fused), (fused, own)):
             start, found, kind = key.rpartition(name)

@@ -1,15 +1,14 @@
-"""Which tokens of a chat count: those that the model writes.
+r"""Which tokens of a chat are trained on: those that the model generates.
 
-Where the template has {% generation %}, its spans count. Any other template renders every turn of the assistant twice:
+If the template has {% generation %}, its spans count. With any other template, every assistant turn is rendered twice:
 
     prompt   the messages before it, with the generation prompt     <user>Hi<end><assistant>
-    turn     the messages up to it                                  <user>Hi<end><assistant>Hello<end>\\n
+    turn     the messages up to it                                  <user>Hi<end><assistant>Hello<end>\n
     counts                                                                               Hello<end>
 
-The tokens of the prompt have to be the first ones of the turn. A span ends with the first token that ends a text, since
-the model writes nothing behind it. Some templates render a turn otherwise when others follow it (they drop its
-reasoning): what the model wrote is then a document of its own, and each turn counts once, behind the tokens that the
-model saw when it wrote it.
+The turn must begin with the tokens of the prompt. A span ends at the first end token, because the model generates
+nothing after it. Some templates render a turn differently once others follow it (they drop its reasoning). The turn
+then becomes a separate document, so each turn counts once, after the tokens that the model saw when it generated it.
 """
 
 import re
@@ -41,7 +40,7 @@ class Counted(NamedTuple):
 
     Attributes:
         ids: its tokens.
-        spans: first token, and the one behind the last, of every part that counts; in order, none empty.
+        spans: first token and end (exclusive) of every part that counts; in order, none empty.
     """
 
     ids: list[int]
@@ -49,12 +48,12 @@ class Counted(NamedTuple):
 
 
 class ChatEncoder:
-    """Turns chats into documents.
+    """Converts chats to documents.
 
     Args:
         tokenizer: a fast tokenizer with a chat template.
-        counts_empty_thinking: whether an empty thinking block counts that a generation prompt can supply.
-        masks_history: whether the last turn of the assistant alone counts.
+        counts_empty_thinking: whether an empty thinking block counts even if a generation prompt can supply it.
+        masks_history: whether only the last assistant turn counts.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -68,7 +67,7 @@ class ChatEncoder:
         self._ends, self._added = end_tokens(tokenizer), self._template.added
 
     def documents(self, line: Document, chat: Chat, left_out: Counter[str] | None = None) -> list[Counted]:
-        """The documents of the chat in a line; none where nothing counts. Raises ValueError where it is refused."""
+        """Return the documents of the chat in a line; empty if nothing counts. Raise ValueError if it is rejected."""
         try:
             return self.encode(chat, left_out)
         except TurnError as error:
@@ -80,15 +79,15 @@ class ChatEncoder:
             ) from error
 
     def encode(self, chat: Chat, left_out: Counter[str] | None = None) -> list[Counted]:
-        """The documents of a chat.
+        """Return the documents of a chat.
 
         Args:
             left_out: counts what is not trained on, under the names of `LEFT_OUT`.
 
         Raises:
-            TurnError: the tokens that count of a turn do not hold what the assistant wrote.
-            ValueError: the tokens of a generation prompt are not the first ones of the turn behind it.
-            Exception: the template's own.
+            TurnError: the tokens of a turn that count do not contain what the assistant wrote.
+            ValueError: a turn does not begin with the tokens of its generation prompt.
+            Exception: an error of the template.
         """
         template = self._template.source(chat.tools)
         is_tagged, counter = GENERATION.search(template) is not None, Counter[str]()
@@ -288,13 +287,13 @@ def _starts(ids: list[int], with_ids: list[int]) -> bool:
 
 
 def spans_of(counts: np.ndarray) -> list[tuple[int, int]]:
-    """First position, and the one behind the last, of every run of positions that count."""
+    """Return first position and end (exclusive) of every run of positions that count."""
     edges = np.flatnonzero(np.diff(counts, prepend=False, append=False)).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def marked(tokenizer: "PreTrainedTokenizerBase", document: Counted) -> str:
-    """The text of a document, with what counts in white brackets: ⟦ ⟧."""
+    """Return the text of a document with the parts that count in white brackets: ⟦ ⟧."""
     edges = [0, *(edge for span in document.spans for edge in span), len(document.ids)]
     texts = [tokenizer.decode(document.ids[start:end]) for start, end in pairwise(edges)]
     return "".join(f"{OPEN}{text}{CLOSE}" if place % 2 else text for place, text in enumerate(texts))

@@ -1,13 +1,13 @@
-"""Messages of a chat in one form; what has no place in that form is refused by name.
+"""Normalize the messages of a chat. Fields that cannot be normalized are rejected by name.
 
-In:  messages as published data sets spell them: OpenAI's (parts of a content, tool_calls, function_call), ShareGPT's
-     (from, value, turns of function_call), and flags of single messages (weight, loss, train, ...).
+In:  messages as in published data sets: OpenAI's (content parts, tool_calls, function_call), ShareGPT's (from, value,
+     function_call turns), and flags of single messages (weight, loss, train, ...).
 Out: messages with role and content (text); calls are {"type": "function", "function": {"name", "arguments"}}, whose
-     arguments are JSON text. The flags are taken out.
+     arguments are JSON text. Flags are removed.
 
-`holds_reasoning` looks at what a template makes of a message, since templates drop and alter contents. Blanks do not
-matter, since templates trim. Reasoning may be missing, since templates strip it: callers count such turns. A call is
-there if the function, the names of its arguments and their texts are, in any order or spelling.
+`holds_reasoning` checks a rendered message, because templates drop and change contents. Blanks are ignored, because
+templates trim. Reasoning may be missing, because templates strip it; callers count such turns. A call counts as present
+if the function, its argument names and their values are, in any order or spelling.
 """
 
 import json
@@ -45,11 +45,11 @@ VALUES = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0
 
 
 class Messages(NamedTuple):
-    """Messages in the one form.
+    """Normalized messages.
 
     Attributes:
-        messages: what else they have beside role, content and calls is for the template.
-        trained: places of the assistant's messages that no flag leaves out.
+        messages: with role, content and calls; other fields are for the template.
+        trained: indices of the assistant's messages that no flag excludes.
     """
 
     messages: list[dict[str, Any]]
@@ -57,12 +57,12 @@ class Messages(NamedTuple):
 
 
 def normal_messages(given: list[dict[str, Any]]) -> Messages:
-    """Bring messages into the one form.
+    """Normalize messages.
 
-    A call that has a message of its own joins the assistant's message right before it, since both are one turn.
+    A call in a separate message is merged into the assistant's message right before it, because both are one turn.
 
     Raises:
-        ValueError: a part, a call, a content or a flag has no place in the form; names message and field.
+        ValueError: a part, call, content or flag cannot be normalized; names message and field.
         TypeError: these are not messages.
     """
     made, trained = list[dict[str, Any]](), list[bool]()
@@ -93,10 +93,10 @@ def normal_messages(given: list[dict[str, Any]]) -> Messages:
 
 
 def normal_line(fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a line, with the system's message that ShareGPT puts beside them.
+    """Return the messages of a line, including a separate system message as in ShareGPT.
 
     Raises:
-        ValueError: the line has two messages of the system, or asks for another weight or mask than the usual one.
+        ValueError: the line has two system messages, or requests an unusual weight or mask.
     """
     *others, last = CHATS
     messages = next((fields[key] for key in others if fields.get(key)), None) or _asked(fields[last])
@@ -131,7 +131,7 @@ def _asked(turns: list[str]) -> list[dict[str, Any]]:
 
 
 def normal_tools(given: Any) -> list[dict[str, Any]] | None:
-    """Tools as OpenAI's `tools` has them, from these, from functions alone, or from either as JSON text.
+    """Return tools in the form of OpenAI's `tools`, from that form, from plain functions, or from JSON text of either.
 
     Raises:
         ValueError: they are not a list of objects.
@@ -258,12 +258,12 @@ class TurnError(ValueError):
 
 
 class Texts(NamedTuple):
-    """What a template makes of a turn.
+    """The rendered parts of a turn.
 
     Attributes:
-        supplied: what the generation prompt has of it, such as the beginning of a thinking block.
-        written: what counts.
-        respelled: a text as tokens spell it, since some tokenizers normalize.
+        supplied: the part in the generation prompt, such as the beginning of a thinking block.
+        written: the part that counts.
+        respelled: function that converts a text to the tokens' spelling, because some tokenizers normalize.
     """
 
     supplied: str
@@ -271,7 +271,7 @@ class Texts(NamedTuple):
     respelled: Callable[[str], str]
 
     def hold(self, text: str, times: int = 1) -> bool:
-        """Whether a text is there so many times; it has to end in what counts."""
+        """Return whether a text occurs this many times; it has to end in the part that counts."""
         supplied, written = _squeezed(self.supplied), _squeezed(self.written)
 
         def count(spelled: str) -> int:
@@ -281,7 +281,7 @@ class Texts(NamedTuple):
 
 
 def holds_reasoning(message: dict[str, Any], where: str, texts: Texts) -> bool:
-    """Whether the texts hold the reasoning of a message.
+    """Return whether the rendered parts contain the reasoning of a message.
 
     Args:
         where: names the message.
@@ -311,7 +311,7 @@ def holds_reasoning(message: dict[str, Any], where: str, texts: Texts) -> bool:
 
 
 def reasoning_of(message: dict[str, Any]) -> str:
-    """The reasoning of a message beside its content; empty where there is none."""
+    """Return the reasoning of a message; empty if there is none."""
     return next((text for name in REASONING if isinstance(text := message.get(name), str) and text.strip()), "")
 
 

@@ -91,7 +91,7 @@ def _texts_of(file: Path) -> list[str]:
 
 
 def cutter(stops: list[str], tokenizer: "PreTrainedTokenizerBase") -> Callable[[list[int]], int | None]:
-    """For `Request.cut`: how many tokens to keep, once the text contains a stop string; None before."""
+    """Return a function for `Request.cut`: how many tokens to keep once the text contains a stop string, else None."""
     longest = max(map(len, stops))
 
     def cut(ids: list[int]) -> int | None:

@@ -140,7 +140,7 @@ def with_blocks(batch: DepthBatch, count: int, seed: tuple[int, int], positions:
 
 
 def with_ages(batch: DepthBatch, seed: tuple[int, int], positions: int) -> DepthBatch:
-    """A rank's part of a batch with the ages of the states that the MTP layers continue from (`model/mixing.py`).
+    """Return a rank's part of a batch with the ages of the states that MTP layers continue from (`model/mixing.py`).
 
     Args:
         seed: (run, step).

@@ -121,7 +121,7 @@ def lines_of(left_out: dict[str, int], chats: int, bad: Sequence[str]) -> list[s
 
 
 def prefix_in_cache(files: Sequence[str], tokenizer: str, cache: str | None, settings: dict[str, Any]) -> str:
-    """The prefix of the dataset that `train --chat` makes: the same for the same files, tokenizer and settings.
+    """Return the prefix of `train --chat`'s dataset, which depends only on the files, the tokenizer and the settings.
 
     Args:
         files: as users name them.

@@ -34,7 +34,7 @@ class Tokenized(NamedTuple):
     starts: list[int]
 
     def shared(self, text: str) -> tuple[int, int]:
-        """Characters and tokens that another text begins with too, up to an added token, at which all words end."""
+        """Return how many characters and tokens another text shares at its start, up to an added token."""
         count = bisect_left(self.starts, True, key=lambda start: not text.startswith(self.text[:start]))
         return (self.starts[count - 1], self.places[count - 1]) if count else (0, 0)
 

@@ -178,7 +178,7 @@ def entries(tokenizer: "PreTrainedTokenizerBase") -> int:
 
 
 def end_tokens(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
-    """Ids that end a text: the tokenizer's eos and every `eos_token_id` of the model's files in its folder.
+    """Return the ids that end an output: the tokenizer's eos and every `eos_token_id` in the model folder's files.
 
     A model that chats ends its turns with ids that generation_config.json or config.json lists, beside the eos of the
     tokenizer, which may only end documents.
@@ -193,7 +193,7 @@ def end_tokens(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
 
 
 def sampling_defaults(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
-    """Sampling settings of generation_config.json in the tokenizer's folder, by name; neutral values are left out."""
+    """Return the sampling settings of generation_config.json in the tokenizer's folder, without neutral values."""
     found = _object_in(Path(tokenizer.name_or_path) / GENERATION_CONFIG)
     given = {name: found[name] for name in NEUTRAL if found.get(name) is not None}
     return {name: value for name, value in given.items() if value != NEUTRAL[name]}

@@ -220,7 +220,7 @@ def with_globals(function: Function, **changed: Any) -> Function:
 
 
 def has_no_callbacks(_: Any) -> bool:
-    """Return whether `pretrain()` takes no callbacks, so that only its functions' arguments show a run."""
+    """Return whether `pretrain()` takes no callbacks, so runs can be observed only through its functions' arguments."""
     from megatron.training import training
 
     return not any("callback" in name for name in inspect.signature(training.pretrain).parameters)

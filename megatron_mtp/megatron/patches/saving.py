@@ -413,7 +413,7 @@ def leaves_sgd_stateless(init: Function) -> bool:
 
 
 def makes_no_stubs(get_optimizer: Function) -> bool:
-    """Return whether stages without anything to train get no stub: the functions that make optimizers mention none."""
+    """Return whether stages without trained parameters get no stub: no function that creates optimizers mentions it."""
     scope = unwrap(get_optimizer).__globals__
     parts = ("_get_megatron_optimizer_based_on_param_groups", "_get_param_groups_and_buffers", "_get_param_groups")
     functions = [get_optimizer, *(scope[part] for part in parts if part in scope)]

@@ -1,4 +1,4 @@
-"""Tokenize text to the `.bin` and `.idx` files that Megatron trains on; train a tokenizer first if there is none.
+"""Tokenize text to the `.bin` and `.idx` files that Megatron trains on. Can train a tokenizer first.
 
 Parses flags, calls `megatron_mtp.data` and prints one line per step. Exit status 2 is a user error.
 """

@@ -1,4 +1,4 @@
-"""An audit of one side or two: open, count, read, compare; the result is plain data, for text and JSON.
+"""Audit one side or two: open, count, read and compare. The result is plain data, for text and JSON.
 
 {"sides": [{"side": "A", "path": ..., "form": ..., "depths": ...}], "findings": [{"severity": "error", ...}],
  "compared": {"equal": 120}, "logits": [...], "ok": false}
@@ -55,16 +55,16 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
     """Audit one model, or compare two.
 
     Args:
-        a, b: Hugging Face folders or Megatron checkpoints; None to audit the first alone.
-        run: computes both sides, a folder and a checkpoint; None to run nothing.
-        quiet: whether to show no progress bar.
+        a, b: Hugging Face folders or Megatron checkpoints; `b` is None to audit only one.
+        run: function that computes logits of both sides, a folder and a checkpoint; None to run nothing.
+        quiet: whether to hide the progress bar.
 
     Returns:
-        The result in plain data, as above.
+        The result as plain data, as above.
 
     Raises:
-        ValueError: a path is not a model, the sides are a GPT and a hybrid or a drafter and another model, or cannot
-            be run together.
+        ValueError: a path is not a model; the sides are a GPT and a hybrid, or a drafter and another model; or they
+            cannot be run together.
     """
     sides = {"A": open_side(a)} | ({} if b is None else {"B": open_side(b)})
     _check_pair(*sides.values(), computes=run is not None)
@@ -136,7 +136,7 @@ def open_side(path: Path) -> Side:
     """Open a folder or a checkpoint, as far as it can be read.
 
     Raises:
-        ValueError: it is not a folder, or holds nothing of a model.
+        ValueError: it is not a folder, or contains nothing of a model.
     """
     if not path.is_dir():
         what = "is a file" if path.is_file() else "does not exist"
@@ -149,7 +149,7 @@ def open_side(path: Path) -> Side:
 
 
 def facts(side: Side, letter: str = "") -> dict[str, Any]:
-    """Facts of a side: trunk, MTP layers, copies, types, quantization."""
+    """Return the facts of a side: trunk, MTP layers, copies, dtypes, quantization."""
     own: dict[str, Any] = {}
     if isinstance(side, MegatronSide):
         own = {"model": "hybrid" if side.pattern else "GPT", "iteration": side.iteration}
@@ -187,15 +187,15 @@ def facts(side: Side, letter: str = "") -> dict[str, Any]:
 
 
 def settings(a: Side, b: Side, same_head: bool) -> list[Finding]:
-    """A finding for every config key or argument that changes the computation and differs.
+    """Return a finding for every config key or argument that changes the computation and differs.
 
     Two configs of one `model_type`, and models that Megatron cannot run, are compared with the defaults of
-    transformers' class: a key that one side writes out and the other leaves to its default is equal. Everything else is
+    transformers' class: a key that one side sets and the other leaves at its default is equal. Everything else is
     compared as Megatron's configuration.
 
     Args:
         a, b: the sides.
-        same_head: whether both sides compute with the same head; then it does not matter which of them ties it.
+        same_head: whether both sides compute with the same output layer; then it does not matter which of them ties it.
     """
     try:
         ours, theirs = _settings(a, b)

@@ -1,12 +1,12 @@
-"""The tensors of two sides: which is which, and how those differ that are not equal; each is read once.
+"""Compare the tensors of two sides: pair them, read each once, and explain differences.
 
-    two folders              by name; what is left by the Megatron tensors that each family's rules give to it
-    two checkpoints          by key, with Transformer Engine's other names
-    folder and checkpoint    a step along the plan of conversion for each rule
+    two folders              by name; the rest by the Megatron tensors that each family's rules assign
+    two checkpoints          by key, including Transformer Engine's other keys
+    folder and checkpoint    rule by rule along the conversion plan
 
-A worker holds the tensors of one pair, of large ones some rows, or those of one rule. Copies are compared by digests of
-their bits. A pair of stored tensors that differ is read again, whole, to be explained. Differences of the same kind are
-one finding.
+A worker holds the tensors of one pair (some rows of large ones) or of one rule. Copies are compared by digests of their
+bits. A pair of stored tensors that differs is read again, whole, to explain it. Differences of the same kind become one
+finding.
 """
 
 import math
@@ -64,10 +64,10 @@ class Compared:
     """A compared pair of tensors.
 
     Attributes:
-        name: on side A, or on the side that has it.
-        kind: the difference; None for equal ones.
-        figure: the largest difference of numbers; None if none was computed.
-        bits: of different ones, the bits of side A and of side B; None for a tensor of one number.
+        name: name on side A, or on the side that has it.
+        kind: kind of difference; None if equal.
+        figure: largest difference of values; None if not computed.
+        bits: for a difference, the bits of side A and of side B; None for a tensor with one value.
     """
 
     name: str
@@ -81,11 +81,11 @@ class Pairing:
     """The tensors of two sides.
 
     Attributes:
-        groups: what reads and compares tensors that belong together, with the name of one of them.
+        groups: functions that read and compare tensors that belong together, with the name of one of them.
         shared: names of what both sides have.
-        only_a, only_b: names of what one side has alone, in order.
-        copies: a side, the name of a tensor that it stores and others leave out, and of the tensor that this repeats.
-        unread: names of what both have, in a form that is not read.
+        only_a, only_b: names of what only one side has, in order.
+        copies: a side, the name of a tensor that it stores and others leave out, and the name of the tensor it repeats.
+        unread: names of what both have, in a form that cannot be read.
         findings: what could not be paired or compared.
     """
 
@@ -276,7 +276,7 @@ def check_lacking(a: Side, b: Side, found: Pairing) -> Iterator[Finding]:
 
 
 def read_all(sides: Sequence[Side], paired: Pairing, bar: tqdm) -> list[Compared]:
-    """Compare what is paired, and look at the other tensors of one side or two, which note what they read."""
+    """Compare all pairs, and scan the remaining tensors of one or both sides."""
 
     def compared(group: tuple[str, Callable[[], Iterable[Compared]]]) -> list[Compared]:
         name, compare = group
@@ -321,7 +321,7 @@ def _by_name(a: Side, name: str, b: Side, match: str) -> Iterator[Compared]:
 
 
 def judged(name: str, left: Tensor, right: Tensor, form: str = "") -> Compared:
-    """Compare the numbers of both sides; `form` names the side that is quantized, and its form."""
+    """Compare the values of both sides; `form` names the quantized side and its form."""
     if equal_bits(left, right):
         return Compared(name)
     if name in PADDED and left.shape[1:] == right.shape[1:]:
@@ -337,7 +337,7 @@ def judged(name: str, left: Tensor, right: Tensor, form: str = "") -> Compared:
 
 
 def explain(a: Tensor, b: Tensor) -> Difference:
-    """Say how two tensors that are not equal differ: the first explanation that fits every number."""
+    """Explain how two unequal tensors differ: the first explanation that fits all values."""
     if a.shape != b.shape:
         return "shape", f"has the shape {list(b.shape)}, not {list(a.shape)}"
     if a.dtype != b.dtype:
@@ -362,7 +362,7 @@ def explain(a: Tensor, b: Tensor) -> Difference:
 
 
 def difference(a: Tensor, b: Tensor) -> float | None:
-    """The largest difference of two tensors of one shape, a part at a time so that little is copied; None of others."""
+    """Return the largest difference of two tensors with the same shape, computed in parts; None if shapes differ."""
     if a.shape != b.shape or a.numel() == 0:
         return None
     pieces = zip(a.flatten().split(PIECE), b.flatten().split(PIECE), strict=True)
@@ -371,11 +371,11 @@ def difference(a: Tensor, b: Tensor) -> float | None:
 
 
 def check_differences(compared: Sequence[Compared], a: Side, b: Side) -> Iterator[Finding]:
-    """Find what differs; a finding for all differences of one kind, and one for tensors that stand elsewhere on side A.
+    """Return a finding for all differences of one kind, and one for tensors that have another place on side A.
 
     Args:
         compared: all tensors of both sides.
-        a, b: the sides, one of which has noted the bits of equal tensors under the name of the pair.
+        a, b: the sides; one of them has recorded the bits of equal tensors under the name of the pair.
     """
     held = {one.name: one.bits[0] if one.bits else _bits_of(one.name, a, b) for one in compared}
     homes = {bits: name for name, bits in reversed(held.items()) if bits is not None}

@@ -1,7 +1,7 @@
-"""Does a side hold what its config says? Names, shapes and types are compared; no numbers are read.
+"""Check whether a side has what its config specifies: names, shapes and dtypes. Values are not read.
 
-A folder is compared with the plan of its conversion, and a trunk that the plan carries with transformers' class. Of a
-checkpoint, and without a family, MTP layers and layers are counted by their names, and compared with each other.
+A folder is compared with the plan of its conversion, and a carried trunk with transformers' class. For a checkpoint,
+and without a family, MTP layers and layers are counted by their names and compared with each other.
 """
 
 from collections import Counter, defaultdict
@@ -38,7 +38,7 @@ LOSSY = {"float32": ("bfloat16", "float16"), "bfloat16": ("float16",), "float16"
 
 
 def contents(side: Side) -> list[Finding]:
-    """Findings on what a side lacks or has too many of, by its own config."""
+    """Return findings about what a side lacks or has in excess, according to its own config."""
     if not side.tensors:
         return []
     wrong = side.misnamed if isinstance(side, HFSide) else {}
@@ -92,16 +92,16 @@ def lacking(
     counts: str = "The config says {}, the files hold {}",
     lacks: str = "The files lack {} that the config calls for",
 ) -> Iterator[Finding]:
-    """Compare the tensors that are there with those that should be: findings for MTP layers, the trunk, and the rest.
+    """Compare existing with expected tensors: findings for MTP layers, the trunk, and the rest.
 
     Args:
         parts: how names are read.
-        depths, layers: the indices that should be there.
-        plan: the names that should be there, as far as they are known.
-        held: the names that are there, or that another finding accounts for.
+        depths, layers: expected indices.
+        plan: expected names, as far as they are known.
+        held: names that exist or are covered by another finding.
         where: the side, for messages: " on side B".
-        counts: the sentence about the MTP layers that should be there, and those that are.
-        lacks: the sentence about single tensors.
+        counts: sentence about the expected and existing numbers of MTP layers.
+        lacks: sentence about single tensors.
     """
     lost = [name for name in plan if name not in held]
     lost_depths, there = parts.numbered(DEPTH, lost), parts.numbered(DEPTH, held)

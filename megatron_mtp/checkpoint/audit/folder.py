@@ -1,4 +1,4 @@
-"""A Hugging Face folder as the conversion reads it; each fault of config, files and lists becomes a finding."""
+"""Open a Hugging Face folder as the conversion reads it; each fault of config, files and lists becomes a finding."""
 
 import re
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""What one pass over a tensor's numbers notes, so that an audit reads each tensor once: type, bounds, digests.
+"""What one pass over a tensor records, so that an audit reads each tensor once: dtype, bounds, digests.
 
-A digest is made of each row in up to eight blocks of columns: all of them together tell whether two tensors are equal,
-and alone whether a part of one tensor is zeros or repeats another part, as where a shard is missing or was taken twice.
+Each row has a digest for up to eight blocks of columns. Together they tell whether two tensors are equal; individually
+they tell whether a part of one tensor is zeros or repeats another part, as when a shard is missing or was used twice.
 """
 
 import math
@@ -29,18 +29,18 @@ Run = tuple[int, int]
 
 @dataclass
 class Look:
-    """What was seen of a tensor.
+    """Record of one pass over a tensor.
 
-    A digest is the sum of 8-byte words, each times a random odd factor of its place, modulo 2^64. Unlike a
-    cryptographic one it costs no more than reading memory, and the pieces of a tensor may have any number of rows.
+    A digest is the sum of 8-byte words, each multiplied by a random odd factor of its position, modulo 2^64. Unlike a
+    cryptographic digest, it costs no more than reading memory, and the pieces of a tensor may have any number of rows.
 
     Attributes:
         dtype, shape: of the whole tensor.
-        low, high: the smallest and the largest number; NaN if there is one. None of integers and FP8.
-        is_whole: whether every number was seen once.
-        zero_rows: of a matrix, or of each matrix of a stack, the runs of rows that are all zeros.
-        zero_columns: the blocks of columns that are all zeros.
-        twice: two parts of equal bits, and whether they are rows or columns; None without.
+        low, high: smallest and largest value; NaN if there is one. None for integers and FP8.
+        is_whole: whether every value was read exactly once.
+        zero_rows: runs of rows that are all zeros, for a matrix or each matrix of a stack.
+        zero_columns: blocks of columns that are all zeros.
+        twice: two parts with equal bits, and whether they are rows or columns; None if there are none.
     """
 
     dtype: torch.dtype
@@ -57,13 +57,13 @@ class Look:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Look":
-        """Look at a whole tensor."""
+        """Scan a whole tensor."""
         look = cls(tensor.dtype, tuple(tensor.shape))
         look.see(tensor)
         return look
 
     def see(self, piece: Tensor) -> None:
-        """Look at the next rows of the tensor."""
+        """Scan the next rows of the tensor."""
         piece = piece.detach()
         self.bound(*bounds(piece))
         if not self.is_whole:
@@ -102,17 +102,17 @@ class Look:
 
     @property
     def is_finite(self) -> bool:
-        """True without NaN and infinities, and of integers and FP8."""
+        """Whether it has no NaN or infinity; always true for integers and FP8."""
         return self.low is None or self.high is None or (math.isfinite(self.low) and math.isfinite(self.high))
 
     @property
     def is_constant(self) -> bool:
-        """True if all numbers are the same."""
+        """Whether all values are the same."""
         return self.low is not None and self.low == self.high
 
     @property
     def bits(self) -> Bits | None:
-        """The digest with type and shape; None if only slabs were read."""
+        """The digest with dtype and shape; None if only slabs were read."""
         return None if self._sum is None else (self.dtype, self.shape, self._sum)
 
 

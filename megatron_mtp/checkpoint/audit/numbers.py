@@ -1,7 +1,7 @@
-"""What the numbers of one side tell, once each tensor was read: damage, and weights that no training leaves.
+"""Findings from the values of one side, after each tensor was read: damage, and weights that no training produces.
 
-Biases of zeros, norms of ones, copies of embedding and head, and MTP layers that the config repeats are as they should
-be. Drafters' tensors and vision towers are looked at for NaN alone, since some of them begin as zeros.
+Zero biases, norms of ones, copies of embedding and output layer, and MTP layers that the config repeats are expected.
+Tensors of drafters and vision towers are only checked for NaN, because some of them are initialized with zeros.
 """
 
 import re
@@ -50,11 +50,11 @@ _EXPERT = re.compile(r"(.*\bexperts\.)(\d+)\.")
 
 
 def check_numbers(side: Side, ties: bool = False) -> Iterator[Finding]:
-    """Find numbers that are not finite, tensors that cannot be read, copies, and weights that no training leaves.
+    """Find NaN and infinities, unreadable tensors, copies, and weights that no training produces.
 
     Args:
         side: a side whose tensors were read.
-        ties: whether the model is known to be tied, so that a head may repeat the embedding.
+        ties: whether the model is known to be tied, so that the output layer may repeat the embedding.
     """
     if side.errors:
         says = f"{counted(len(side.errors), 'tensor')} cannot be read: {listed(side.errors)}. "
@@ -88,7 +88,7 @@ def check_numbers(side: Side, ties: bool = False) -> Iterator[Finding]:
 
 
 def differ(side: Side, name: str, base: str) -> bool:
-    """True if two tensors were read and have other numbers; those of two types are read again."""
+    """Return whether two tensors were read and have different values; tensors with different dtypes are read again."""
     if name not in side.looks or base not in side.looks or side.looks[name].bits == side.looks[base].bits:
         return False
     one, other = side.looks[name], side.looks[base]

@@ -1,6 +1,6 @@
-"""Quantized folders: the form of every weight against what the config promises it, and the numbers of its scales.
+"""Quantized folders: compare the form of every weight with the config, and check the values of its scales.
 
-Of every cause there is one finding, with the line of the config to change.
+Each cause gets one finding, with the config line to change.
 """
 
 import re
@@ -46,7 +46,7 @@ QUANTIZED_LATER, EXPERTS_ALONE = "bitsandbytes", "mxfp4"
 
 
 def is_quantized(entry: StoredTensor) -> bool:
-    """True if a weight is stored in a quantized form."""
+    """Return whether a weight is stored in a quantized form."""
     kind = getattr(torch, entry.dtype, None)
     return kind in FP8 or not isinstance(kind, torch.dtype)
 
@@ -57,9 +57,9 @@ def _is_coded(entry: StoredTensor) -> bool:
 
 
 def check_parts(side: HFSide) -> None:
-    """Leave out scales of activations, and further parts beside a weight; name scales without numbers.
+    """Skip activation scales and further parts of a weight; report scales without a weight.
 
-    A tensor of type E8M0 is a scale, whatever its name.
+    A tensor of dtype E8M0 is a scale, whatever its name.
     """
     if not (side.quantized or side.quantization.keys):
         return
@@ -85,9 +85,10 @@ def check_parts(side: HFSide) -> None:
 
 
 def scale_fault(weight: Quantized, tensors: dict[str, Tensor]) -> str:
-    """The fault in the numbers of a weight's scales; empty without one.
+    """Return what is wrong with the values of a weight's scales; empty if nothing is.
 
-    A scale of 0 is right where all numbers are 0 as well, so these are decoded with a scale of 1 there and 0 elsewhere.
+    A scale of 0 is correct if all its values are 0 as well, so these are decoded with a scale of 1 there and 0
+    elsewhere.
     """
     scales = {part: one for part, one in tensors.items() if "scale" in part or part == "SCB"}
     for part, scale in scales.items():
@@ -103,7 +104,7 @@ def scale_fault(weight: Quantized, tensors: dict[str, Tensor]) -> str:
 
 
 def check_scales(side: Opened) -> Iterator[Finding]:
-    """Findings about scales whose numbers are wrong, once all weights were read."""
+    """Return findings about scales with wrong values, after all weights were read."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name, fault in side.scales.items():
         groups[fault.partition("' ")[2]].append(name)
@@ -116,7 +117,7 @@ def check_scales(side: Opened) -> Iterator[Finding]:
 
 
 def check_quantization(side: HFSide) -> Iterator[Finding]:
-    """Compare the forms of weights with what config and lists say of them."""
+    """Compare the forms of weights with what config and module lists specify."""
     settings = side.quantization
     yield from _check_types(side)
     coded = [name for name, entry in side.tensors.items() if _is_coded(entry) and name.endswith(("weight", "_proj"))]
@@ -233,7 +234,7 @@ def _check_names_in_vllm(side: HFSide, settings: QuantizationSettings, leaves: s
 
 
 def in_vllm(side: HFSide, module: str) -> str:
-    """The name of a module in vLLM."""
+    """Return vLLM's name of a module."""
     stored = None if side.family is None else side.family.depths
     if stored is None or side.config is None:
         return module

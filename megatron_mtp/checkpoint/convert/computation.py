@@ -1,7 +1,7 @@
-"""Do a checkpoint's arguments and a `config.json` describe the same computation?
+"""Whether a checkpoint's arguments and a `config.json` describe the same computation.
 
-Both become Megatron's configuration, and its settings are compared. A model that Megatron cannot run has no such
-configuration: `verify` then compares the kept `config.json` with the folder's (verify/reference_forms.py).
+Both are converted to Megatron's configuration, and the settings are compared. A model that Megatron cannot run has no
+such configuration; `verify` then compares the stored `config.json` with the folder's (verify/reference_forms.py).
 """
 
 import contextlib
@@ -36,7 +36,10 @@ YARN = (
 
 
 def settings_of(args: Namespace) -> ModelSettings:
-    """The settings of a model's computation, equal for equal ones; ValueError where Megatron refuses the arguments."""
+    """Return the settings of a model's computation in canonical form.
+
+    Raise ValueError if Megatron rejects the arguments.
+    """
 
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron lists all arguments
         config = config_of(completed(args))
@@ -78,10 +81,10 @@ def _scales(found: ModelSettings) -> bool:
 
 
 def check_config(keys: ModelSettings, layout: Layout, args: Namespace, source: str, remedy: str) -> None:
-    """Compare a `config.json` with a checkpoint's arguments; a model that Megatron cannot run passes.
+    """Compare a `config.json` with a checkpoint's arguments. A model that Megatron cannot run passes.
 
     Raises:
-        ValueError: they describe different computations; it names the `source` of the keys, and a `remedy`.
+        ValueError: they describe different computations; the message names the `source` of the keys, and a `remedy`.
     """
     config = HFConfig.from_keys(keys, source)
     family = family_of(config)
@@ -100,6 +103,6 @@ def check_config(keys: ModelSettings, layout: Layout, args: Namespace, source: s
 
 
 def differences(ours: ModelSettings, theirs: ModelSettings, but: str = "but it is") -> list[str]:
-    """Settings that differ, each as `NAME OURS, but it is THEIRS`."""
+    """Return the settings that differ, each as `NAME OURS, but it is THEIRS`."""
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     return [f"{name} {ours.get(name)!r:.60}, {but} {theirs.get(name)!r:.60}" for name in names]

@@ -39,10 +39,10 @@ from megatron_mtp.spec.kinds import DRAFTERS, fitted_kind
 
 
 def plan_drafter(source: Path, options: Options) -> Conversion:
-    """`drafter-to-hf`: the drafter of a checkpoint as a folder that vLLM, SGLang and others load beside the trunk's.
+    """Plan `drafter-to-hf`: export the drafter of a checkpoint to a folder that vLLM, SGLang and others load.
 
     Raises:
-        ValueError: the checkpoint has no drafter, or engines have no form for it.
+        ValueError: the checkpoint has no drafter, or engines have no format for it.
     """
     reader = DistReader(source)
     if not reader.has_drafter:
@@ -71,7 +71,7 @@ def plan_drafter(source: Path, options: Options) -> Conversion:
 
 
 def config_keys(args: Namespace, form: DrafterForm) -> dict[str, Any]:
-    """The keys of config.json."""
+    """Return the keys of config.json."""
     kind, row = form.kind, DRAFTERS[form.kind.kind]
     return {
         "architectures": [form.architecture],
@@ -106,18 +106,18 @@ def _group(rule: Rule, reader: DistReader, options: Options) -> Group:
 def plan_attaching_drafter(
     source: Path, drafter: Path, count: str | None = None, as_kind: str | None = None
 ) -> Conversion:
-    """`attach-drafter`, from names and shapes alone, unless the folder has an embedding.
+    """Plan `attach-drafter`, from names and shapes alone unless the folder has an embedding.
 
     Args:
         source: the trunk's checkpoint; MTP layers or another drafter in it are left out.
         drafter: the drafter's folder.
-        count: what its layer ids count, of `COUNTS`; None for what their key says.
-        as_kind: the kind that the checkpoint's drafter is of, where it has all weights of the folder's; what it has
-            beside them is drawn as in a new drafter. None for the folder's.
+        count: one of `COUNTS`, what its layer ids count; None for the meaning of their key.
+        as_kind: kind of the new drafter, if it has all weights of the folder's; its other weights are drawn as in a new
+            drafter. None for the folder's kind.
 
     Raises:
-        ValueError: the drafter is of another kind or of another trunk, has an embedding of its own, no drafter of
-            `as_kind` can begin with it, or Megatron cannot run the trunk.
+        ValueError: the drafter is of another kind or for another trunk, has its own embedding, cannot initialize
+            `as_kind`, or Megatron cannot run the trunk.
     """
     reader = DistReader(source)
     args = reader.common()["args"]

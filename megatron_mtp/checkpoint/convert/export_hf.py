@@ -60,12 +60,12 @@ SENTENCE_PIECES = "a SentencePiece model alone, which transformers may read with
 
 
 def mcore_to_hf(source: Path | DistReader, target: Path, options: Options, form: HFForm) -> dict[str, Any]:
-    """Write the model of a distributed checkpoint as a folder that transformers, vLLM and SGLang load."""
+    """Export the model of a distributed checkpoint to a folder that transformers, vLLM and SGLang load."""
     return plan_export(source, target, options, form).write(target, options)
 
 
 def plan_export(source: Path | DistReader, target: Path, options: Options, form: HFForm) -> Conversion:
-    """`mcore-to-hf`, from names and shapes alone; ValueError where the form does not fit the checkpoint."""
+    """Plan `mcore-to-hf`, from names and shapes alone. Raise ValueError if the form does not fit the checkpoint."""
     export = Export.of(source, target, form)
     reader, coded = export.reader, export.coded(options.quantize)
     parts = [[export.group(rule, options, coded) for rule in part] for part in parts_of(export.rules).values()]
@@ -125,10 +125,10 @@ class Export:
 
     Attributes:
         depths: number of physical MTP layers.
-        keys: of the `config.json` to make, but for types and quantization.
-        rules: the rule of every tensor.
+        keys: keys of the `config.json` to write, without dtypes and quantization.
+        rules: rule of every tensor.
         settings: the keys with the family's defaults.
-        lent: carried tensors that the checkpoint lacks, by their names, in the folder that gives them.
+        lent: carried tensors that the checkpoint lacks, by name, in the folder that provides them.
     """
 
     reader: DistReader
@@ -141,7 +141,7 @@ class Export:
 
     @classmethod
     def of(cls, source: Path | DistReader, target: Path, form: HFForm) -> "Export":
-        """Match a checkpoint, or one that is open for reading, with a form; ValueError where it does not fit."""
+        """Match a checkpoint, by path or reader, with a form. Raise ValueError if it does not fit."""
         reader = source if isinstance(source, DistReader) else DistReader(source)
         layout = stored_layout(reader, form.features, form.carried)
         keys = with_depths(form.keys, layout.depths, pattern_of(reader))
@@ -162,7 +162,7 @@ class Export:
         return cls(reader, family, layout.depths, keys, rules, config, lent)
 
     def group(self, rule: Rule, options: Options, coded: Mapping[str, Form] = MappingProxyType({})) -> Group:
-        """The tensors of a rule; of quantized weights (`coded`) the parts."""
+        """Return the tensors of a rule; for quantized weights (`coded`), their parts."""
         first = rule.hf[0].name
         if (folder := self.lent.get(first)) is not None:
             return Group(self._whole(rule, options), folder.tensors[first].bytes, lambda: [folder.read(first)])
@@ -211,7 +211,7 @@ class Export:
 
     @cached_property
     def depth_names(self) -> frozenset[str]:
-        """The folder's names of the MTP layers' tensors."""
+        """Return the folder's names of the MTP layers' tensors."""
         stored, config = self.family.depths, self.settings
         return frozenset(
             one.name
@@ -222,7 +222,7 @@ class Export:
         )
 
     def coded(self, quantize: Quantize) -> dict[str, Form]:
-        """The forms of the weights that will be quantized, by name."""
+        """Return the forms of the weights to quantize, by name."""
         found: dict[str, Form] = {}
         depths = self.family.depths
         for rule in self.rules if quantize != Quantize() else ():
@@ -235,7 +235,7 @@ class Export:
         return found
 
     def config(self, options: Options, coded: Mapping[str, Form]) -> dict[str, Any]:
-        """The keys of `config.json`: the type of the tensors, and the quantization of those that are `coded`."""
+        """Return the keys of `config.json`, including dtype and the quantization of the weights in `coded`."""
         whole = [entry for rule in self.rules for entry in self._whole(rule, options)]
         keys = with_dtype(self.keys, whole)
         if not coded:
@@ -251,7 +251,7 @@ class Export:
 
 
 class FolderFiles:
-    """Safetensors files of a Hugging Face folder, in which all tensors of `parts` have their place."""
+    """Safetensors files of a Hugging Face folder with a place for all tensors of `parts`."""
 
     def __init__(self, folder: PartialFolder, parts: list[list[Group]], options: Options) -> None:
         entries = [entry for part in parts for group in part for entry in group.entries]
@@ -260,7 +260,7 @@ class FolderFiles:
         self.holds = self._shards.holds
 
     def write(self, part: int, made: Made) -> dict[str, int]:
-        """Write tensors in their places; the record is the checksum of each by its name."""
+        """Write tensors in their places. The record has the checksum of each by name."""
         checksums = {}
         for entry, tensor in made:
             checksums[entry.keys[0]] = self._shards.write(entry.keys[0], tensor)
@@ -269,7 +269,7 @@ class FolderFiles:
         return checksums
 
     def finish(self, records: list[Any]) -> None:
-        """Do nothing: the headers were written first."""
+        """Do nothing, because the headers were written first."""
 
 
 def _lent(reader: DistReader, family: Family, layout: Layout, folder: HFFolder | None) -> dict[str, HFFolder]:
@@ -290,7 +290,7 @@ def _lent(reader: DistReader, family: Family, layout: Layout, folder: HFFolder |
 
 
 def with_dtype(keys: dict[str, Any], tensors: list[Entry]) -> dict[str, Any]:
-    """The config's keys with the commonest type of the tensors' numbers in `dtype` and `torch_dtype`, if present."""
+    """Set `dtype` and `torch_dtype`, if present, to the most common dtype of the tensors' values."""
     counts: Counter[torch.dtype] = Counter()
     for tensor in tensors:
         counts[tensor.dtype] += prod(tensor.shape) * tensor.dtype.is_floating_point

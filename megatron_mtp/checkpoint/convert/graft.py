@@ -1,19 +1,19 @@
-"""graft: the MTP layers of a donor on another trunk, which was fine-tuned, merged or trained by RL without them.
+"""graft: put the MTP layers of a donor on another trunk that was fine-tuned, merged or trained by RL without them.
 
 In:  a donor with MTP layers and a target without, each a Hugging Face folder or a Megatron checkpoint.
 Out: a Megatron checkpoint of the target's trunk and the donor's MTP layers, bit by bit; quantized ones as bfloat16. If
-     the trunk has another type, the MTP layers are cast to it.
+     the trunk has another dtype, the MTP layers are cast to it.
 
-Both sides are read by Megatron's keys, a layer at a time, so that their families may differ:
+Both sides are read by Megatron's keys, a layer at a time, so their families may differ:
 
     model.layers.46.eh_proj.weight of the donor  ->  mtp.layers.0.eh_proj.weight  ->  the target's name in mcore-to-hf
 
-An MTP layer computes with the sizes, positions and norms of its trunk, and with the trunk's embedding and head. So
-both models must agree in every layer setting of Megatron's configuration, and in the ids of their tokens. The
-trunk may have more tokens, or fewer, as long as the MTP layers have no rows for each of them.
+An MTP layer uses the sizes, positions and norms of its trunk, and the trunk's embedding and output layer. So both
+models must agree in every layer setting of Megatron's configuration and in the ids of their tokens. The trunk may have
+more or fewer tokens, unless the MTP layers have a row for each token.
 
 A model that Megatron cannot run has no such configuration. Its tensors are carried under their own names, so both must
-be of one `model_type`, with equal keys in their configs.
+have the same `model_type`, with equal config keys.
 """
 
 import filecmp
@@ -83,9 +83,9 @@ class CarriedModel:
     """A model that Megatron cannot run.
 
     Attributes:
-        family: says which of the carried tensors are of MTP layers.
-        config: its config, complete.
-        folder: the folder of its `config.json`.
+        family: determines which carried tensors belong to MTP layers.
+        config: its complete config.
+        folder: folder of its `config.json`.
     """
 
     family: Family
@@ -94,18 +94,18 @@ class CarriedModel:
 
     @classmethod
     def of(cls, folder: Path) -> "CarriedModel":
-        """The model of this folder's `config.json`; ValueError where there is none, or it is of no family."""
+        """Read the model of this folder's `config.json`. Raise ValueError if there is none, or no family knows it."""
         config = HFConfig.read(folder)
         family = family_of(config)
         return cls(family, family.complete(config), folder)
 
     def is_of_depth(self, name: str) -> bool:
-        """True if the carried tensor of this Hugging Face name is of an MTP layer."""
+        """Return whether the carried tensor with this Hugging Face name belongs to an MTP layer."""
         return self.family.depths is not None and self.family.depths.depth_of(self.config, name) is not None
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The keys that say how it computes, without those in which trunks may differ."""
+        """Return the keys that determine how it computes, without those in which trunks may differ."""
         counts = {"num_mtp_layers", *(self.family.depths.keys if self.family.depths else ())}
         keys = computing(class_keys(self.folder))
         return {name: value for name, value in keys.items() if name.split(".")[-1] not in OF_TOKENS | counts}
@@ -113,20 +113,20 @@ class CarriedModel:
 
 @dataclass(frozen=True)
 class GraftSide:
-    """A donor or a target by Megatron's keys.
+    """A donor or a target, by Megatron's keys.
 
     Attributes:
-        path: what the user gave.
+        path: path given by the user.
         args: Megatron's arguments of the model.
         parts: its tensors as a conversion writes them.
-        tokenizer: its folder; None if there is none.
-        rows: of the embedding, without those that pad it.
+        tokenizer: its tokenizer folder; None if there is none.
+        rows: rows of the embedding, without padding.
         features: forms of the Hugging Face folder that it is or was.
         has: forms that such a folder may have.
-        record: differs when the model differs.
-        common: what a checkpoint of it stores beside tensors.
-        keep: copies config and tokenizer into the folder of a new checkpoint.
-        carried: the model that its tensors are carried of; None if Megatron can run it.
+        record: changes when the model changes.
+        common: common state of its checkpoint.
+        keep: function that copies config and tokenizer to a new checkpoint's folder.
+        carried: the model of its carried tensors; None if Megatron can run it.
     """
 
     path: Path
@@ -143,22 +143,22 @@ class GraftSide:
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """The entry of every tensor, or of a slab of it, by its key."""
+        """Entry of every tensor, or of a slab of it, by key."""
         return {key: entry for part in self.parts for group in part for entry in group.entries for key in entry.keys}
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
-        """Shape of every tensor by its key."""
+        """Shape of every tensor by key."""
         return {key: entry.whole or entry.shape for key, entry in self.entries.items()}
 
     def is_of_depth(self, key: str) -> bool:
-        """True if the tensor of this key is of an MTP layer, or of their draft vocabulary."""
+        """Return whether the tensor with this key belongs to an MTP layer or its draft vocabulary."""
         if self.carried is not None and key.startswith(CARRIED):
             return self.carried.is_of_depth(key.removeprefix(CARRIED))
         return key.removeprefix(ORIGINAL).startswith(DEPTHS)
 
     def parts_of(self, of_depths: bool) -> list[list[Group]]:
-        """The tensors of the MTP layers, or all others."""
+        """Return the tensors of the MTP layers, or all others."""
 
         def wanted(group: Group) -> bool:
             return any(self.is_of_depth(key) for entry in group.entries for key in entry.keys) == of_depths
@@ -166,7 +166,7 @@ class GraftSide:
         return [part for whole in self.parts if (part := [*filter(wanted, whole)])]
 
     def check_runs(self) -> None:
-        """Raises ValueError if Megatron cannot run the model."""
+        """Raise ValueError unless Megatron can run the model."""
         check_trainable(self.args, str(self.path))
 
     @property
@@ -176,7 +176,7 @@ class GraftSide:
 
     @property
     def layers(self) -> tuple[str | None, list[str]]:
-        """Symbols of a hybrid's layers, in its trunk and inside an MTP layer; None and nothing for a GPT."""
+        """Symbols of a hybrid model's layers, in its trunk and inside an MTP layer; None and empty for a GPT."""
         pattern = getattr(self.args, "hybrid_layer_pattern", None)
         return (None, []) if pattern is None else trunk_and_depths(pattern)
 
@@ -187,13 +187,13 @@ class GraftSide:
 
 
 def open_side(path: Path, options: Options | None = None) -> GraftSide:
-    """Open a folder or a checkpoint; no weights are read.
+    """Open a folder or a checkpoint without reading weights.
 
-    The config of a folder may count MTP layers that the folder lacks, since transformers drops them.
+    The config of a folder may count MTP layers that the folder lacks, because transformers drops them.
 
     Args:
         path: the folder or checkpoint.
-        options: how to convert it.
+        options: conversion options.
 
     Raises:
         ValueError: it is damaged.
@@ -254,13 +254,13 @@ def _checkpoint_side(path: Path, options: Options) -> GraftSide:
 
 
 def plan_graft(donor: Path, target: Path, options: Options, trust_remote_code: bool = False) -> Conversion:
-    """`graft`, from names and shapes.
+    """Plan `graft`, from names and shapes.
 
     Args:
         donor: folder or checkpoint with MTP layers.
         target: folder or checkpoint without.
-        options: how to convert.
-        trust_remote_code: whether to run the Python code of tokenizers' folders.
+        options: conversion options.
+        trust_remote_code: whether to run Python code that comes with tokenizers.
 
     Raises:
         ValueError: the MTP layers do not fit, or a side is damaged.

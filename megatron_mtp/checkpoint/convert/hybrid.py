@@ -1,9 +1,9 @@
-"""gpt-to-hybrid and hybrid-to-gpt: the same model in Megatron's other class, with its MTP layers and its optimizer.
+"""gpt-to-hybrid and hybrid-to-gpt: convert a model to Megatron's other class, with MTP layers and optimizer state.
 
-In:  a distributed checkpoint. Out: one of the same iteration, whose tensors, optimizer's state, random states and
-learning rate are those of the source, bit by bit, under the other keys, and whose arguments describe the other class.
+In:  a distributed checkpoint. Out: a checkpoint of the same iteration with the same tensors, optimizer state, random
+states and learning rate, bit by bit, under the other class's keys, and with arguments for that class.
 
-A GPT's layer is two symbols of a hybrid's pattern:
+A GPT's layer corresponds to two symbols of a hybrid's pattern:
 
     two layers, the second with experts, and two MTP layers   <->   *-*E/*E/*E
 
@@ -60,7 +60,10 @@ UNEVEN = (
 
 
 def plan_migration(source: Path, to_hybrid: bool) -> Conversion:
-    """`gpt-to-hybrid` or `hybrid-to-gpt`, from names and shapes alone; ValueError where the model has no such form."""
+    """Plan `gpt-to-hybrid` or `hybrid-to-gpt`, from names and shapes alone.
+
+    Raise ValueError if there is no such form.
+    """
     reader = DistReader(source)
     common = reader.common()
     old = common["args"]
@@ -159,7 +162,7 @@ NOT_IN_HYBRIDS = (
 
 
 def hybrid_arguments(args: Namespace, source: str) -> Namespace:
-    """The arguments of the hybrid that computes what a GPT of these arguments does; ValueError where there is none."""
+    """Return the arguments of the hybrid that is equivalent to this GPT. Raise ValueError if there is none."""
     if (pattern := getattr(args, "hybrid_layer_pattern", None)) is not None:
         raise ValueError(f"{source} is a hybrid model of layers {pattern} already; hybrid-to-gpt is the other way.")
     given = {name: getattr(args, name, None) for name in NOT_IN_HYBRIDS}
@@ -176,7 +179,7 @@ def hybrid_arguments(args: Namespace, source: str) -> Namespace:
 
 
 def gpt_arguments(args: Namespace, source: str) -> Namespace:
-    """The arguments of the GPT that computes what a hybrid of these arguments does; ValueError where there is none."""
+    """Return the arguments of the GPT that is equivalent to this hybrid. Raise ValueError if there is none."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern is None:
         raise ValueError(f"{source} is a GPT already; gpt-to-hybrid is the other way.")
@@ -261,7 +264,7 @@ WITNESSES = {
 
 @dataclass(frozen=True)
 class Halves:
-    """The layers of a model that is a GPT and a hybrid.
+    """Layers of a model that is both a GPT and a hybrid.
 
     Attributes:
         trunk: symbols of the trunk.
@@ -273,12 +276,12 @@ class Halves:
 
     @classmethod
     def of(cls, pattern: str) -> "Halves":
-        """The layers that a hybrid's pattern names."""
+        """Return the layers that a hybrid's pattern names."""
         trunk, depths = trunk_and_depths(pattern)
         return cls(trunk, depths[0] if depths else "")
 
     def hybrid_key(self, key: str) -> str:
-        """The hybrid's key of a GPT's tensor; ValueError for one of a layer, or part of one, that the model lacks."""
+        """Return the hybrid's key of a GPT's tensor. Raise ValueError if the model lacks its layer."""
         if match := _GPT_LAYER.fullmatch(key):
             state, layer, rest = match.groups()
             half = 2 * int(layer) + _half(rest, key)
@@ -290,7 +293,7 @@ class Halves:
         return _GPT_NORM.sub(r"\1decoder.final_norm.\2", key)
 
     def gpt_keys(self, key: str) -> list[str]:
-        """The GPT's keys of a hybrid's tensor: several where its modules with and without TE have other names."""
+        """Return the GPT's keys of a hybrid's tensor: several if modules with and without TE use different names."""
         if match := _GPT_LAYER.fullmatch(key):
             state, half, rest = match.groups()
             layer = int(half) // 2
@@ -308,7 +311,7 @@ class Halves:
         return [f"{place}{name}{norm.group(1)}" for name in names]
 
     def check(self, keys: Iterable[str], depths: int, source: str) -> None:
-        """Raises ValueError where a checkpoint of these keys of a hybrid lacks a layer of its arguments."""
+        """Raise ValueError if a hybrid checkpoint with these keys lacks a layer of its arguments."""
         held = set(keys)
         layers = {f"decoder.layers.{index}.": symbol for index, symbol in enumerate(self.trunk)}
         for depth in range(depths):

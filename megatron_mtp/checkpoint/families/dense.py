@@ -1,4 +1,4 @@
-"""Dense decoders, each class of transformers as a row; MTP layers are attached where the class has none."""
+"""Dense decoders, one row per transformers class. MTP layers can be attached if the class has none."""
 
 from argparse import Namespace
 from collections.abc import Callable

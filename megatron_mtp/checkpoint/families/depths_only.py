@@ -1,7 +1,8 @@
 """Families with MTP layers whose trunk Megatron cannot run: all of their layers are carried.
 
-Embedding, final norm, head and the parts around the MTP layers' own layers have rules, by which MTP layers are counted
-and copies of embedding and head are known. All else is stored unchanged: nobody can train it here.
+Embedding, final norm, output layer and the parts around the MTP layers' own layers have rules, which are needed to
+count MTP layers and to identify copies of embedding and output layer. Everything else is stored unchanged, because it
+cannot be trained here.
 """
 
 from collections.abc import Sequence

@@ -1,16 +1,16 @@
-"""Hybrid trunks: Qwen3-Next and Qwen3.5 of Gated DeltaNet, Nemotron-H of Mamba-2, both with attention between.
+"""Hybrid trunks: Qwen3-Next and Qwen3.5 with Gated DeltaNet, Nemotron-H with Mamba-2, both combined with attention.
 
-Megatron's checkpoints hold the rows of a fused projection and of a convolution apart by what they make, in the order of
-heads, so that any number of tensor-parallel ranks can take their heads.
-Letters in comments: K key heads, V value heads, P channels of a head.
+Megatron's checkpoints store the rows of a fused projection and of a convolution separately by purpose, in the order of
+heads, so that any number of tensor-parallel ranks can take their heads. Letters in comments: K key heads, V value
+heads, P channels of a head.
 
-Qwen: a layer of the folder is two of Megatron's hybrid trunk: G or *, then E or -. All norms are zero-centered (1 + w)
-in Megatron, and all in the folder except those behind the delta rule. The one depth has gated attention.
+Qwen: a layer of the folder corresponds to two layers of Megatron's hybrid trunk: G or *, then E or -. All norms are
+zero-centered (1 + w) in Megatron, and all in the folder except those after the delta rule. The single MTP layer has
+gated attention.
 
-Nemotron: each layer is Mamba-2, attention, an MLP or experts; a depth has several such layers. Activations are squared
-ReLUs without gates, and there are no positions. The published code and vLLM have no limits of time steps, and so has
-Megatron; transformers' own class ignores `time_step_limit` and takes `time_step_min` as a limit
-(huggingface/transformers#48989).
+Nemotron: each layer is Mamba-2, attention, an MLP or experts; an MTP layer has several such layers. Activations are
+squared ReLUs without gates, and there are no positions. The published code, vLLM and Megatron do not limit time steps;
+transformers' own class ignores `time_step_limit` and uses `time_step_min` as a limit (huggingface/transformers#48989).
 """
 
 import math
@@ -47,7 +47,7 @@ from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
 
 
 def delta_rules(place: Place, config: HFConfig, layout: Layout) -> list[Rule]:
-    """Rules of Gated DeltaNet (arXiv:2412.06464) and of the norm before it, which Megatron's projection holds."""
+    """Return rules of Gated DeltaNet (arXiv:2412.06464) and of the norm before it, part of Megatron's projection."""
     hf, mcore, hidden = f"{place.hf}linear_attn.", f"{place.mcore}self_attention.", config.integer("hidden_size")
     heads, width = config.integer("linear_num_value_heads"), config.integer("linear_value_head_dim")
     rows, kernel = _delta_rows(config), config.integer("linear_conv_kernel_dim")
@@ -95,7 +95,7 @@ def _by_kind(hf: str, mcore: str, rows: dict[str, int], config: HFConfig) -> lis
 
 
 def mamba_rules(place: Place, config: HFConfig) -> list[Rule]:
-    """Rules of Mamba-2 (arXiv:2405.21060) without the norm before it, under the same names on both sides."""
+    """Return rules of Mamba-2 (arXiv:2405.21060) without the norm before it, with the same names on both sides."""
     if config.flag("use_bias") or config.flag("mamba_proj_bias") or not config.flag("use_conv_bias"):
         raise ValueError(
             f"{config.source}: Megatron's Mamba-2 has a bias in its convolution and none in its projections, so "
@@ -229,7 +229,7 @@ NEMOTRON_DEPTHS = Depths(
 
 
 def puzzle_rules(config: HFConfig, layout: Layout) -> list[Rule]:
-    """Rules around the layers, of trunk and MTP layers."""
+    """Return rules of everything around the layers, for trunk and MTP layers."""
     around = (_around(config, depth) for depth in range(layout.depths))
     return [*_nemotron_frame(config, layout), *(rule for rules in around for rule in rules)]
 

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: DeepSeek-V3 and its kin, DeepSeek-V2 with a softmax router, Youtu's dense layers."""
+"""Multi-head latent attention: DeepSeek-V3 and related models, DeepSeek-V2's softmax router, Youtu's dense layers."""
 
 from argparse import Namespace
 from dataclasses import replace

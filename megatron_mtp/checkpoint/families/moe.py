@@ -1,6 +1,6 @@
-"""Decoders with routed experts, each class of transformers as a row; MTP layers are attached where the class has none.
+"""Decoders with routed experts, one row per transformers class. MTP layers can be attached if the class has none.
 
-gpt-oss: attention sinks, windows in every second layer, experts with biases whose gate and up stand in turn.
+gpt-oss: attention sinks, windows in every second layer, experts with biases whose gate and up rows alternate.
 """
 
 from argparse import Namespace

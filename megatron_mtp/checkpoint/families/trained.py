@@ -1,6 +1,6 @@
-"""From Megatron's arguments to the keys of a `config.json`: the form that a trained model takes in a family.
+"""Megatron's arguments to the keys of a `config.json`: the form that a trained model takes in a family.
 
-Every key that transformers, vLLM or SGLang reads is written, even where its default would do.
+Every key that transformers, vLLM or SGLang reads is written, even if it equals the default.
 """
 
 from argparse import Namespace
@@ -41,7 +41,7 @@ class TrainedForm:
 
 
 def epsilon_note(args: Namespace) -> dict[str, str]:
-    """A note for who converts a model that transformers computes with another epsilon; empty for all others."""
+    """Return a note for models that transformers computes with another epsilon; empty for all others."""
     epsilon = getattr(args, "layernorm_epsilon", LATENT_EPSILON)
     if not getattr(args, "multi_latent_attention", False) or epsilon == LATENT_EPSILON:
         return {}
@@ -91,15 +91,15 @@ def rotary_keys(args: Namespace, **others: float) -> dict[str, Any]:
 
 
 def is_dense_trunk(args: Namespace, depths: int) -> bool:
-    """True if a model has neither MTP layers nor experts nor latent attention."""
+    """Return whether a model has no MTP layers, no experts and no latent attention."""
     return not (depths or args.num_experts or args.multi_latent_attention)
 
 
 def dense_keys(args: Namespace) -> dict[str, Any]:
-    """No keys beside the common ones.
+    """Return no keys other than the common ones.
 
     Raises:
-        ValueError: the model has experts, or rotates a part of each head.
+        ValueError: the model has experts, or rotates only part of each head.
     """
     if args.num_experts or args.rotary_percent != 1.0:
         raise ValueError("--family names a dense family without partial rotation, but the model is not so.")
@@ -107,7 +107,7 @@ def dense_keys(args: Namespace) -> dict[str, Any]:
 
 
 def expert_keys(args: Namespace) -> dict[str, Any]:
-    """Router keys that transformers and vLLM read; a dense MLP becomes two routed experts and a shared one.
+    """Return router keys that transformers and vLLM read; a dense MLP becomes two routed experts and a shared one.
 
     Raises:
         ValueError: the sizes cannot be expressed.

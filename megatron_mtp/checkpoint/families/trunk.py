@@ -1,4 +1,4 @@
-"""Rules that all families share: sizes from the config, embedding, final norm, head, and the frames of MTP layers."""
+"""Rules that all families share: sizes from the config, embedding, final norm, output layer, frames of MTP layers."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ MOST_LAYERS, MOST_EXPERTS, MOST_OF_BOTH = 10_000, 10_000, 200_000
 
 
 def layers(config: HFConfig) -> int:
-    """Number of the trunk's layers.
+    """Return the number of trunk layers.
 
     Raises:
         ValueError: there are more layers, or layers times experts, than in any model.
@@ -35,7 +35,7 @@ def layers(config: HFConfig) -> int:
 
 
 def gqa(config: HFConfig, **changes: object) -> GQA:
-    """Attention from the usual config keys.
+    """Return attention sizes from the usual config keys.
 
     Args:
         config: the model's config.
@@ -56,7 +56,7 @@ def gqa(config: HFConfig, **changes: object) -> GQA:
 
 
 def biased(config: HFConfig, key: str = "attention_bias", out: str | None = None, **changes: object) -> GQA:
-    """Attention with biases of queries, keys and values if the key `key` is true, and of the output if `out` is."""
+    """Return attention with biases of queries, keys and values if the key `key` is true, and of the output if `out`."""
     return gqa(config, bias=config.flag(key), out_bias=out is not None and config.flag(out), **changes)
 
 
@@ -67,12 +67,12 @@ qwen3_attention = partial(llama_attention, norms=True)
 
 
 def all_windows(config: HFConfig) -> list[bool]:
-    """A window in every layer if `sliding_window` is a number."""
+    """Return a window in every layer if `sliding_window` is a number."""
     return [config.has("sliding_window")] * layers(config)
 
 
 def windows_by_type(usual: Callable[[int], bool], config: HFConfig) -> list[bool]:
-    """Windows of the layers that `layer_types` names so; without it of those for whose index `usual` is true.
+    """Return windows of the layers that `layer_types` marks, or else of those for whose index `usual` is true.
 
     There are none without `sliding_window`.
 
@@ -87,13 +87,13 @@ def windows_by_type(usual: Callable[[int], bool], config: HFConfig) -> list[bool
 
 
 def check_words(config: HFConfig, key: str, words: list[str], known: Sequence[str]) -> None:
-    """Raises ValueError where a list with a word per layer has an unknown one."""
+    """Raise ValueError if a list with one word per layer has an unknown one."""
     if unknown := sorted(set(words) - {*known}):
         raise ValueError(f"{config.source}: '{key}' has '{unknown[0]:.40}'; known are {', '.join(known)}.")
 
 
 def latent_attention(config: HFConfig) -> MLA:
-    """Sizes of multi-head latent attention (arXiv:2405.04434), from the config."""
+    """Return sizes of multi-head latent attention (arXiv:2405.04434), from the config."""
     return MLA(
         hidden=config.integer("hidden_size"),
         heads=config.integer("num_attention_heads"),
@@ -106,7 +106,7 @@ def latent_attention(config: HFConfig) -> MLA:
 
 
 def moe(config: HFConfig, layout: Layout, **changes: object) -> MoE:
-    """Experts from DeepSeek's config keys, which most families use.
+    """Return experts from DeepSeek's config keys, which most families use.
 
     Args:
         config: the model's config.
@@ -135,7 +135,7 @@ def moe(config: HFConfig, layout: Layout, **changes: object) -> MoE:
 
 
 def sparse_layers(config: HFConfig) -> list[bool]:
-    """For each layer of the trunk whether it has experts, by `mlp_layer_types` or `first_k_dense_replace`.
+    """Return for each trunk layer whether it has experts, by `mlp_layer_types` or `first_k_dense_replace`.
 
     A config without a number of experts has none.
 
@@ -153,12 +153,12 @@ def sparse_layers(config: HFConfig) -> list[bool]:
 
 
 def all_layers(config: HFConfig) -> list[bool]:
-    """Experts in every layer."""
+    """Return experts in every layer."""
     return [True] * layers(config)
 
 
 def stepped_layers(config: HFConfig) -> list[bool]:
-    """For each layer whether it has experts: every `decoder_sparse_step`th that `mlp_only_layers` does not name.
+    """Return for each layer whether it has experts: every `decoder_sparse_step`th not named by `mlp_only_layers`.
 
     Raises:
         ValueError: `mlp_only_layers` is not a list.
@@ -170,7 +170,7 @@ def stepped_layers(config: HFConfig) -> list[bool]:
 
 
 def is_dense(config: HFConfig) -> bool:
-    """True if the experts are the parts of a dense MLP (`split_mlp_rules`): all of them are always chosen."""
+    """Return whether the experts are parts of a dense MLP (`split_mlp_rules`), so all of them are always chosen."""
     parts = config.integer("n_shared_experts", "num_shared_experts", default=0, least=0)
     if parts != 2:
         return False
@@ -191,7 +191,7 @@ def frame(
     final: str = "final_layernorm",
     copies: Sequence[Place] = (),
 ) -> list[Rule]:
-    """Rules of embedding, final norm and head, with the MTP layers' copies if the folder has them.
+    """Return rules of embedding, final norm and output layer, with the MTP layers' copies if the folder has them.
 
     Args:
         config: the model's config.
@@ -225,12 +225,12 @@ def _shared(names: list[str], key: str, shape: tuple[int, int], tied: bool = Fal
 
 
 def trunk_places(count: int, prefix: str = "model.") -> list[Place]:
-    """The prefixes of every trunk layer on both sides."""
+    """Return the prefixes of every trunk layer on both sides."""
     return [Place(f"{prefix}layers.{index}.", f"decoder.layers.{index}.") for index in range(count)]
 
 
 def depth_places(depths: Depths | None, config: HFConfig, layout: Layout, prefix: str = "model.") -> list[Place]:
-    """The prefixes of every depth's layer on both sides; `prefix` is HF's of the trunk."""
+    """Return the prefixes of every MTP layer's inner layer on both sides; `prefix` is HF's of the trunk."""
     if depths is None:
         return []
     count = layers(config) if "{n}" in depths.prefix else 0
@@ -241,7 +241,7 @@ def depth_places(depths: Depths | None, config: HFConfig, layout: Layout, prefix
 
 
 def depth_frames(depths: Depths, config: HFConfig, places: Sequence[Place]) -> list[list[Rule]]:
-    """For every depth the rules of the parts around its layer, which is at this place."""
+    """Return, for every MTP layer, the rules of the parts around its inner layer at this place."""
     hidden = config.integer("hidden_size")
     return [
         depth_frame(

@@ -1,8 +1,8 @@
-"""Models that see around a text model of a known family: the text model converts, the rest is carried.
+"""Multimodal models around a text model of a known family: the text model converts, the rest is carried.
 
 In:  a `config.json` of one of `WRAPPERS` with a `text_config` of a known family.
-Out: that family, with the text model's names under the prefix that the folder uses, and all other tensors unchanged. If
-     the text model's family has no names for MTP layers, attached ones have those of `ATTACHED`.
+Out: that family, with the text model's names under the folder's prefix, and all other tensors unchanged. If the text
+     model's family has no names for MTP layers, attached ones use those of `ATTACHED`.
 """
 
 import re
@@ -44,7 +44,7 @@ PREFIXES = {
 
 
 def wrapped(family: Family, model_type: str) -> Family:
-    """The family of models of this type around a text model of `family`."""
+    """Return the family of models of this type around a text model of `family`."""
     depths = family.depths or (ATTACHED if family.attached else None)
     anywhere = "" if depths is None else re.sub(r"^\^mtp", r"(?:^|\\.)mtp", depths.pattern)
 

@@ -1,7 +1,7 @@
-"""Quantized folders: which tensors make a weight (forms/), what config and side files say, and lists of modules.
+"""Quantized folders: which tensors form a weight (forms/), the settings in config and side files, and module lists.
 
-Names, shapes and types alone decide the form: a scale beside a weight that is not quantized is a fault, and never
-multiplied. Scales of activations (`X.input_scale`, `k_proj.k_scale`) say nothing of a weight, and are dropped with it.
+Names, shapes and dtypes alone determine the form: a scale of a weight that is not quantized is a fault and is never
+applied. Scales of activations (`X.input_scale`, `k_proj.k_scale`) do not concern weights and are dropped.
 """
 
 import re
@@ -336,12 +336,12 @@ def names(entry: str, module: str, method: str) -> bool:
 
 
 def module_of(weight: str) -> str:
-    """The module of a weight: its name without `.weight`."""
+    """Return the module of a weight: its name without `.weight`."""
     return weight.removesuffix(".weight")
 
 
 def layer_of(module: str) -> str:
-    """The layer that a module is in, such as `model.layers.3`; outside of layers the module."""
+    """Return the layer that a module is in, such as `model.layers.3`; the module itself outside of layers."""
     return re.sub(r"(.*?layers\.\d+)\..*", r"\1", module)
 
 
@@ -364,14 +364,14 @@ def readable_methods() -> list[str]:
 
 
 def without_quantization(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a config for tensors in bfloat16."""
+    """Return the keys of a config for tensors in bfloat16."""
     kept = {name: value for name, value in keys.items() if name not in KEYS}
     text = kept.get("text_config")
     return {**kept, "text_config": without_quantization(text)} if isinstance(text, dict) else kept
 
 
 def quantization_settings(keys: dict[str, Any]) -> dict[str, Any] | None:
-    """The quantization that a config states; None without one."""
+    """Return the quantization in a config; None if there is none."""
     text = keys.get("text_config")
     parts = (keys, text if isinstance(text, dict) else {})
     found = (part.get(name) for part in parts for name in KEYS)

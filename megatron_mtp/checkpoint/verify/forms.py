@@ -1,9 +1,8 @@
-"""Are a GPT checkpoint and a hybrid one the same model, at the same moment of its training?
+"""Verify that a GPT checkpoint and a hybrid one are the same model, at the same moment of its training.
 
-Tensors and the optimizer's state are compared bit by bit under the keys that they have in the other form, and so is
-what lies beside them. Keys and settings come from the rules by which the conversion wrote them, so a fault in those
-would not show there: Megatron also builds both models, each from its own arguments, and their logits and one training
-step are compared.
+Tensors, optimizer state and everything else are compared bit by bit under the keys of the other form. Keys and settings
+come from the rules of the conversion, so a fault in those would not show there. So Megatron also builds both models,
+each from its own arguments, and their logits and one training step are compared.
 """
 
 from argparse import Namespace
@@ -45,7 +44,7 @@ def verify_forms(one: Path, other: Path, seed: int = 0) -> list[Check]:
         All checks that apply.
 
     Raises:
-        ValueError: they are of the same form, one is damaged, or a GPT has no hybrid form.
+        ValueError: they have the same form, one is damaged, or a GPT has no hybrid form.
     """
     gpt, hybrid = _in_order(DistReader(one), DistReader(other))
     halves = Halves.of(_arguments(hybrid).hybrid_layer_pattern)
@@ -139,7 +138,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def prompt_of(reader: DistReader, seed: int, length: int = LENGTH) -> Prompt:
-    """Random tokens, of the rows of the embedding that are not padding."""
+    """Return random tokens, excluding padding rows of the embedding."""
     args = _arguments(reader)
     rows = getattr(args, "vocab_size", None) or args.padded_vocab_size
     length = min(length, args.max_position_embeddings)

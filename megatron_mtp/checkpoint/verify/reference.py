@@ -1,13 +1,13 @@
-"""Logits of a Hugging Face folder by transformers' own classes, in a separate process: the reference of conversions.
+"""Logits of a Hugging Face folder by transformers' own classes, in a separate process: the reference for conversions.
 
     python -m megatron_mtp.checkpoint.verify.reference FOLDER TOKENS OUTPUT [FOLDER TOKENS OUTPUT ...]
 
-Nothing here uses the rules of the conversion, or Megatron. The trunk is transformers' model, and the MTP layers are
-transformers' `MtpModel` behind it, which knows the tensors by DeepSeek's names; reference_forms.py has those of each
-family. A folder that lacks a tensor of transformers' class is refused.
+Nothing here uses the conversion rules or Megatron. The trunk is transformers' model, and the MTP layers run in
+transformers' `MtpModel`, which uses DeepSeek's tensor names; reference_forms.py has those of each family. A folder that
+lacks a tensor of transformers' class is rejected.
 
-TOKENS and OUTPUT are safetensors files. TOKENS holds `tokens` [1, S], `positions` [S], and whether MTP layers are
-wanted (`with depths`, a truth value). OUTPUT holds, teacher-forced, where depth d is given the token d positions later:
+TOKENS and OUTPUT are safetensors files. TOKENS has `tokens` [1, S], `positions` [S], and whether to compute MTP layers
+(`with depths`, a boolean). OUTPUT has, teacher-forced, so that depth d gets the token d positions later:
 
     trunk, depth 1 ..   logits [S, V] of the trunk, [S - D, V] of the MTP layers
 
@@ -57,13 +57,13 @@ def main(folder: Path, tokens: Path, output: Path) -> None:
 def all_logits(
     folder: Path, tokens_BS: Tensor, positions_S: Tensor | None = None, with_depths: bool = True
 ) -> FolderTensors:
-    """Logits of the trunk and of every MTP layer, as above; float32.
+    """Return logits of the trunk and of every MTP layer, as above; float32.
 
     Args:
         folder: a Hugging Face folder.
         tokens_BS: ids [1, S].
         positions_S: positions [S] of the tokens; None for 0, 1, 2, ...
-        with_depths: whether the MTP layers are computed, which may be damaged.
+        with_depths: whether to compute the MTP layers, which may be damaged.
 
     Raises:
         ValueError: the folder lacks tensors of transformers' class.
@@ -99,7 +99,7 @@ def all_logits(
 
 
 def quieten() -> None:
-    """Silence transformers: missing tensors are raised here as an error of one sentence."""
+    """Silence transformers. Missing tensors are raised here as an error of one sentence."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
@@ -176,7 +176,7 @@ def _named(own: FolderTensors, row: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def row_of(block: Any) -> Any:
-    """A class of several layers one after another, which an MTP layer of Nemotron-H has; `block` is that of each."""
+    """Return a class of several layers in sequence, as in an MTP layer of Nemotron-H; `block` is the class of each."""
 
     class Row(torch.nn.Module):
         def __init__(self, config: Any, depth: int) -> None:

@@ -1,7 +1,7 @@
-"""Storage of each family's MTP layers, as engines load them: names, order of the halves, layers. For reference.py.
+"""How each family stores its MTP layers, as engines load them: names, order of the halves, layers. For reference.py.
 
-This repeats facts of `checkpoint/families` on purpose and shares nothing with them: a mistake in a rule must not be in
-its own proof as well.
+This deliberately repeats facts of `checkpoint/families` without sharing code: a mistake in a rule must not be in its
+own verification as well.
 
 In names, {k} is the depth from 0, and {n} the index after the trunk's layers. If an MTP layer has several layers,
 {flat} counts the layers of all MTP layers, and {first} and {last} are the first and last layer of the depth.
@@ -62,7 +62,7 @@ class DepthForm:
 
 
 def config_of(folder: Path) -> tuple[DepthForm | None, Any]:
-    """The form of a folder's family (None if unknown), and the config of the trunk's class in transformers."""
+    """Return the form of a folder's family (None if unknown), and the config of the trunk's class in transformers."""
     keys = read_json(folder / CONFIG)
     form = FORMS.get(keys["model_type"])
     if form is None or form.trunk_type is None:
@@ -79,7 +79,7 @@ _NOT_THE_TRUNKS = ("model_type", "architectures", "auto_map", "quantization_conf
 
 
 def depth_tensors(tensors: FolderTensors, form: DepthForm, config: Any, depth: int) -> FolderTensors:
-    """Tensors of the depth of this index: the parts of the frame, and `layers.0.` .. as in the trunk; empty if none."""
+    """Return tensors of this MTP layer: the parts of the frame, and `layers.0.` .. as in the trunk; empty if none."""
     row = form.row(config)
     places = {"k": depth, "n": config.num_hidden_layers + depth, "first": depth * row, "last": (depth + 1) * row - 1}
     frame = {part: name.format(**places) for part, name in form.frame.items()}
@@ -287,13 +287,13 @@ FORMS: Registry[DepthForm] = Registry("megatron_mtp.reference_forms", _OWN)
 
 
 def whole_config(folder: Path) -> dict[str, Any]:
-    """Every key that may change the logits of text, nested keys as `outer.inner`.
+    """Return every key that may change the logits of text, nested keys as `outer.inner`.
 
-    Keys that transformers' class does not know are left out. Without a class for the `model_type`, these are the keys
-    of the file alone.
+    Keys that transformers' class does not know are left out. Without a class for the `model_type`, only the file's keys
+    are returned.
 
     Args:
-        folder: a folder with a `config.json`.
+        folder: folder with a `config.json`.
     """
     try:
         config = config_of(folder)[1]
@@ -305,7 +305,7 @@ def whole_config(folder: Path) -> dict[str, Any]:
 
 
 def unknown_keys(folder: Path) -> dict[str, Any]:
-    """The keys of a folder's config that transformers' class does not know; none where it has no class."""
+    """Return the keys of a folder's config that transformers' class does not know; empty if there is no class."""
     try:
         config = config_of(folder)[1]
         keys = config.to_dict()

@@ -1,6 +1,6 @@
-"""Is a Megatron checkpoint the same model as a Hugging Face folder? Each check names who computed the other side.
+"""Verify that a Megatron checkpoint and a Hugging Face folder are the same model. Each check names its reference.
 
-First every tensor is converted both ways and compared bit by bit, and the settings of both sides are compared. That
+First, every tensor is converted both ways and compared bit by bit, and the settings of both sides are compared. That
 would not find a fault in the rules, which both ways share. So Megatron runs the checkpoint, transformers runs the
 folder (reference.py, in a separate process), and the logits of the trunk and of every MTP layer are compared. If
 Megatron cannot run the model, the result lists a check that was not made.
@@ -60,7 +60,7 @@ class Check:
         name: what was compared.
         figure: the result: a number of tensors, a difference or a rate.
         ok: whether the check passed; False if it was not made.
-        witness: what the other side is computed by, or why the check was not made.
+        witness: the reference for the other side, or why the check was not made.
         made: whether the check was made.
     """
 
@@ -72,19 +72,19 @@ class Check:
 
     @classmethod
     def close(cls, name: str, ours: Tensor, theirs: Tensor, witness: str, tolerance: float = TOLERANCE) -> "Check":
-        """The largest difference, which must be within the tolerance, relative to the largest number or to 1."""
+        """Check that the largest difference is within the tolerance, relative to the largest value or to 1."""
         difference = (ours - theirs).abs().max().item()
         ok = difference <= tolerance * max(1.0, theirs.abs().max().item())
         return cls(f"{name}, largest difference", difference, ok, witness)
 
     @classmethod
     def none_differs(cls, name: str, wrong: Sequence[str], witness: str) -> "Check":
-        """The number of things that differ; the first one is named."""
+        """Count the things that differ, and name the first one."""
         return cls(name, len(wrong), not wrong, "; ".join([witness, *wrong[:1]]))
 
     @classmethod
     def not_made(cls, what: str, reason: str) -> "Check":
-        """A check that could not be made."""
+        """Return a check that could not be made."""
         return cls(f"{what} not compared", 0, False, reason, made=False)
 
 
@@ -132,7 +132,7 @@ def _model_of(hf: Path, reader: DistReader) -> HFModel:
 def same_logits(
     hf: Path, mcore: Path, text: Path | None = None, length: int = 16, seed: int = 0, trust_remote_code: bool = False
 ) -> list[Check]:
-    """Compare the logits of a folder with those of a checkpoint; arguments and errors as of `verify`."""
+    """Compare the logits of a folder with those of a checkpoint; arguments and errors as in `verify`."""
     reader = DistReader(mcore)
     model = _model_of(hf, reader)
     flags, reason = flags_of(model)
@@ -183,7 +183,7 @@ def _same_settings(model: HFModel, reader: DistReader) -> list[Check]:
 
 
 def rounding(mcore: Path, prompt: Prompt, ours: dict[str, Tensor]) -> dict[str, float]:
-    """By name, how far the last bit of the embedding moves `ours`, the logits of a checkpoint."""
+    """Return, by name, how far the last bit of the embedding moves `ours`, the logits of a checkpoint."""
     moved = megatron_logits(mcore, prompt, nudged=True)
     return {name: (moved[name] - ours[name]).abs().max().item() for name in ours}
 
@@ -198,8 +198,8 @@ def compare(
     Args:
         theirs: logits by transformers, by name.
         ours: logits by Megatron, by name.
-        rounding: tells how far the last bit of the embedding moves the logits, by name, and is asked where they differ;
-            None to allow nothing for it.
+        rounding: function that returns how far the last bit of the embedding moves the logits, by name; called if they
+            differ. None for no tolerance of this kind.
     """
     names = ["trunk", *sorted(name for name in theirs if name.startswith("depth "))]
     ours = {name: ours[name][: len(theirs[name]), : theirs[name].size(1)] for name in names}  # without padding
@@ -220,7 +220,7 @@ def compare(
 
 
 def acceptance(logits: dict[str, Tensor], depth: int = 1) -> float:
-    """Acceptance: the part of positions where an MTP layer's most likely token is the trunk's at its own position."""
+    """Return the acceptance: the fraction of positions where an MTP layer's most likely token is the trunk's."""
     drafts_S = logits[f"depth {depth}"].argmax(-1)
     targets_S = logits["trunk"][depth : depth + drafts_S.size(0)].argmax(-1)
     count = min(drafts_S.size(0), targets_S.size(0))
@@ -228,7 +228,7 @@ def acceptance(logits: dict[str, Tensor], depth: int = 1) -> float:
 
 
 def round_trip(rules: list[Rule], folder: HFFolder, reader: DistReader) -> Check:
-    """Convert every tensor of a folder and of a checkpoint to the form of the other side, and compare bit by bit."""
+    """Convert every tensor of a folder and of a checkpoint to the other side's form, and compare bit by bit."""
     wrong = [rule for rule in rules if not _same_both_ways(rule, folder, reader)]
     count = sum(len(rule.hf) for rule in rules) - sum(len(rule.hf) for rule in wrong)
     first = "".join(f"; first that differs: {[*names, *keys][0]}" for names, keys in map(sides, wrong[:1]))
@@ -266,7 +266,7 @@ def _perplexity(logits_SV: Tensor, tokens_S: Tensor) -> float:
 
 
 def reference_logits(folder: Path, prompt: Prompt, with_depths: bool = True) -> dict[str, Tensor]:
-    """Logits of a folder by transformers, in a process without Megatron; names as in reference.py.
+    """Return logits of a folder by transformers, in a process without Megatron; names as in reference.py.
 
     Raises:
         ValueError: transformers cannot run the folder.
@@ -275,7 +275,7 @@ def reference_logits(folder: Path, prompt: Prompt, with_depths: bool = True) -> 
 
 
 def all_reference_logits(folders: list[Path], prompt: Prompt, with_depths: bool = True) -> list[dict[str, Tensor]]:
-    """`reference_logits` of several folders in one process, since starting it takes longer than computing."""
+    """Run `reference_logits` for several folders in one process, because starting it takes longer than computing."""
     with tempfile.TemporaryDirectory() as scratch:
         tokens = Path(scratch) / "tokens.safetensors"
         outputs = [Path(scratch) / f"{index}.safetensors" for index in range(len(folders))]
@@ -313,7 +313,7 @@ def megatron_logits(folder: Path, prompt: Prompt, nudged: bool = False) -> dict[
 
 
 def trunk_and_depths(stage: Any) -> dict[str, Tensor]:
-    """Logits of the last stage, each [S, V]."""
+    """Return logits of the last stage, each [S, V]."""
     states = {"trunk": stage.hidden_SBH}
     for drafted in stage.drafted:
         states |= {f"depth {depth}": state_SBH for depth, state_SBH in enumerate(drafted.hidden, start=1)}
@@ -323,7 +323,10 @@ def trunk_and_depths(stage: Any) -> dict[str, Tensor]:
 def logits_of(
     model: Any, prompt: Prompt, read: Callable[[Any], dict[str, Tensor]] = trunk_and_depths
 ) -> dict[str, Tensor]:
-    """Result of `read` on the last stage of a model of Megatron; logits of trunk and MTP layers as in reference.py."""
+    """Return the result of `read` on the last stage of a Megatron model.
+
+    Logits of trunk and MTP layers as in reference.py.
+    """
     from megatron_mtp.data.batch import depth_batch
 
     depths = model.config.mtp_num_layers or 0

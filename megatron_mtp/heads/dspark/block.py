@@ -30,7 +30,7 @@ class DSparkLayer(BiasedLayer):
         self.confidence_bias = self.whole_on_every_rank(1)
 
     def confidence(self, state_and_token: Tensor) -> Tensor:
-        """Return the logit of a draft being accepted, from [norm(x); W1[previous token]] [..., H + R]."""
+        """Return the logit of a draft being accepted, from norm(x) and W1[previous token] in one tensor."""
         return linear(state_and_token, self.confidence_weight, self.confidence_bias).squeeze(-1)
 
 

@@ -1,4 +1,4 @@
-"""What a form of quantized weights is: its parts and their types, the shape of its weight, decoding and encoding."""
+"""What a form of quantized weights is: its parts and their dtypes, the shape of its weight, decoding and encoding."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The backend `cpu_rows`: up to 64 rows in compiled code, where the model is on a CPU in float32 or bfloat16."""
+"""The backend `cpu_rows`: up to 64 rows in compiled code, for models on a CPU in float32 or bfloat16."""
 
 import logging
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ _logger = logging.getLogger(__name__)
 
 
 class CpuRows(Modules):
-    """Arguments and attributes as those of `Modules`.
+    """Backend with compiled code; arguments and attributes as in `Modules`.
 
     Attributes:
-        few_rows: of each stack; None for those with layers that are not compiled.
+        few_rows: compiled code of each stack; None for stacks with layers that are not supported.
 
     Raises:
-        Unfit: there is no compiled code, or none for weights of this kind, or no memory for packed weights.
+        Unfit: there is no compiled code, it does not support these weights, or there is no memory for packed weights.
     """
 
     def __init__(self, model: LanguageModule, scope: Scope, positions: int, head_VH: Tensor | None) -> None:

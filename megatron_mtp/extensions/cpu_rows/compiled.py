@@ -1,10 +1,9 @@
-"""The compiled code of this room: built by the machine's C++ compiler when a first runner needs it, and kept.
+"""Compile this extension's code with the machine's C++ compiler when a runner first needs it, and cache it.
 
-`library` builds native/few_rows.cpp for this CPU and a type of weights, and keeps it in the user's cache:
-`$TORCH_EXTENSIONS_DIR`, else `$XDG_CACHE_HOME`, else `~/.cache`. The file's name has a hash of all that it depends on,
-so that a new source, compiler or CPU gets a file of its own. The source includes nothing of torch, whose headers would
-take longer than the code.
-Where it cannot be built, drafting runs without, and a warning says why.
+`library` builds native/few_rows.cpp for this CPU and weight dtype, and keeps it in the user's cache:
+`$TORCH_EXTENSIONS_DIR`, else `$XDG_CACHE_HOME`, else `~/.cache`. The file name has a hash of everything that it depends
+on, so a new source, compiler or CPU gets a new file. The source does not include torch's headers, which would take
+longer to compile than the code. If it cannot be built, drafting runs without it, and a warning gives the reason.
 """
 
 import ctypes
@@ -35,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 
 def library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The compiled code for weights of this type; None where it is switched off or cannot be built."""
+    """Return the compiled code for weights of this dtype; None if it is turned off or cannot be built."""
     return None if os.environ.get(SWITCH) == "0" else _loaded(dtype)
 
 
@@ -50,14 +49,16 @@ def _loaded(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 def folder() -> Path:
-    """Folder of compiled code."""
+    """Return the folder of compiled code."""
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR")
     cached = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(extensions or cached) / "megatron_mtp"
 
 
 def built(where: Path, dtype: torch.dtype) -> Path:
-    """The library's file in a folder, which is built if it is not there; two processes may do so at the same time.
+    """Return the library's file in a folder, and build it if it does not exist.
+
+    Two processes may do so at the same time.
 
     Raises:
         RuntimeError: there is no compiler.

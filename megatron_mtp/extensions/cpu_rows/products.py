@@ -1,9 +1,9 @@
-"""Products of few rows with a weight, by whichever way is fastest here: torch's own, oneDNN's, or compiled code.
+"""Products of few rows with a weight by the fastest method on this machine: torch, oneDNN, or compiled code.
 
-A step of drafting multiplies few rows, so a product takes as long as reading its weight. oneDNN wants a packed copy of
-the weight. Which way is fastest depends on the CPU, the sizes and the rows: on an AMD EPYC torch's own
-takes up to 5 times as long as the packed one at 2 to 4 rows; on an Intel Xeon with AMX it is faster in float32, up to 3
-rows of a large weight, and 4 times as fast with a small one. So every size is timed when its first product is made.
+A decoding step multiplies few rows, so a product takes as long as reading its weight. oneDNN needs a packed copy of the
+weight. Which method is fastest depends on the CPU, the sizes and the rows. On an AMD EPYC, torch takes up to 5 times as
+long as the packed product at 2 to 4 rows; on an Intel Xeon with AMX, torch is faster in float32 for up to 3 rows of a
+large weight, and 4 times as fast with a small one. So each size is timed when its first product is computed.
 """
 
 import time
@@ -50,7 +50,7 @@ WAYS: dict[str, Callable[[Tensor], Multiply | None]] = {"compiled": product_of, 
 
 
 def product(weight: Tensor) -> Multiply:
-    """x [..., in] to x @ weight.T [..., out]."""
+    """Compute x @ weight.T, [..., in] to [..., out]."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or _is_fake(weight):
         return _own(weight)
     weight = weight.detach()
@@ -79,7 +79,7 @@ def product(weight: Tensor) -> Multiply:
 @cache
 @torch.inference_mode()
 def fastest(outputs: int, inputs: int, dtype: torch.dtype, threads: int, rows: int) -> str:
-    """The way that is fastest for so many rows with so many threads; timed once in a process."""
+    """Return the fastest method for this many rows and threads; timed once per process."""
     weight = torch.ones(min(outputs, TIMED_ENTRIES // inputs + 1), inputs, dtype=dtype)
     hidden = torch.ones(rows, inputs, dtype=dtype)
     best, least = "", float("inf")

@@ -1,8 +1,8 @@
-"""The kernels of every loss, compiled for a card that is not here, by the calls that launch them.
+"""Compile the kernels of every loss for a card that is not here, with the calls that launch them.
 
-The calls are those of a training step (`triton_chunk.losses_`), with tensors of torch's device `meta`, which have sizes
-and no memory. So constants, types and alignments are those of a launch. Triton compiles in the place of a launch and
-keeps what it made in its own cache.
+The calls are those of a training step (`triton_chunk.losses_`), with tensors on torch's device `meta`, which have sizes
+but no memory. So constants, dtypes and alignments are those of a real launch. Triton compiles instead of launching, and
+keeps the result in its own cache.
 """
 
 import re
@@ -65,12 +65,12 @@ class Kernel:
 
     @property
     def occupancy(self) -> float:
-        """Of a multiprocessor's most warps, the share that is resident."""
+        """Fraction of a multiprocessor's maximum number of warps that is resident."""
         return self._resident[0]
 
     @property
     def limit(self) -> str:
-        """What allows no more."""
+        """What limits the occupancy."""
         return self._resident[1]
 
     @property
@@ -79,17 +79,17 @@ class Kernel:
 
 
 def names() -> list[str]:
-    """The losses that have kernels."""
+    """Return the losses that have kernels."""
     return [name for name, loss in LOSSES.items() if loss in triton_chunk.KERNELS]
 
 
 def kernels(target: int, losses: Sequence[str], drafted: bool = True) -> list[Kernel]:
-    """Those that the losses launch, each once, and the trial that comes before them.
+    """Return the kernels that the losses launch, each once, and the trial kernel.
 
     Args:
         target: a compute capability of `CARDS`.
-        losses: their names.
-        drafted: with those of a draft vocabulary too.
+        losses: names of the losses.
+        drafted: whether to include those for a draft vocabulary.
     """
     launched = [trial(target)]
     for entries in (ENTRIES, DRAFTED) if drafted else (ENTRIES,):
@@ -101,7 +101,7 @@ def kernels(target: int, losses: Sequence[str], drafted: bool = True) -> list[Ke
 
 
 def launches(target: int, name: str, entries: int = ENTRIES) -> list[Kernel]:
-    """What a loss launches for `TOKENS` rows, in its order; fewer entries than `ENTRIES` are a draft vocabulary."""
+    """Return what a loss launches for `TOKENS` rows, in order; fewer entries than `ENTRIES` mean a draft vocabulary."""
     loss = loss_of(name)
     with _compiling(target) as compiled:
         triton_chunk.losses_(loss, _products(loss, entries))
@@ -109,14 +109,14 @@ def launches(target: int, name: str, entries: int = ENTRIES) -> list[Kernel]:
 
 
 def trial(target: int) -> Kernel:
-    """The kernel that shows that kernels run at all."""
+    """Return the kernel that tests whether kernels run at all."""
     with _compiling(target) as compiled:
         triton_kernels.trial[(1,)](torch.empty(1, device="meta"))
     return _kernel(target, compiled[0])
 
 
 def loss_of(name: str) -> TokenLoss:
-    """The loss of a name, with its usual settings."""
+    """Return the loss with this name and its usual settings."""
     return depth_loss(MTPConfig(mtp_loss=name))
 
 

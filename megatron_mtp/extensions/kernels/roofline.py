@@ -1,4 +1,4 @@
-"""Milliseconds of a loss, with its products and gradients, by what it computes and what it moves.
+"""Roofline model: predicted milliseconds of a loss with its products and gradients.
 
     seconds = products x 2 N H V / rate + kernels + sum's bytes x V H / copies
     kernel  = N V x the larger of bytes a logit / copies and instructions a logit / issued
@@ -57,11 +57,11 @@ class Work:
     positions: int
 
     def seconds(self, card: Card, reached: float) -> float:
-        """On a card whose products reach such a share of their peak."""
+        """Return the time on a card whose products reach this fraction of their peak."""
         return self._operations / (card.bf16 * reached) + self._beside_products(card)
 
     def reached(self, card: Card, seconds: float) -> float:
-        """The share that they reach, if the work took so long."""
+        """Return the fraction of the peak that products reach if the work took this long."""
         return self._operations / (card.bf16 * (seconds - self._beside_products(card)))
 
     @property
@@ -75,12 +75,12 @@ class Work:
 
 
 def seconds_of(kernel: Kernel, card: Card, logits: int) -> float:
-    """A kernel alone."""
+    """Return the time of a single kernel."""
     return logits * max(kernel.moved / _copies(card), _issued(kernel, card))
 
 
 def is_issue_bound(kernel: Kernel, card: Card) -> bool:
-    """Return whether it waits for its instructions, and not for memory."""
+    """Return whether it is limited by instructions rather than memory."""
     return _issued(kernel, card) > kernel.moved / _copies(card)
 
 

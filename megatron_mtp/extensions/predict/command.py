@@ -1,4 +1,4 @@
-"""`megatron-mtp predict`: checkpoints, engines and a text in; acceptance by position and its causes out."""
+"""`megatron-mtp predict`: predict acceptance by position, and its causes, for checkpoints and engines."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ EXAMPLES = """examples:
 
 
 def parser(program: str) -> Parser:
-    """The parser of the command's flags."""
+    """Create the parser of the command."""
     made = Parser(
         program,
         description="Predict the acceptance of an exported checkpoint's drafts in another engine, by position, compare "
@@ -62,7 +62,7 @@ def parser(program: str) -> Parser:
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Predict and print; bad input ends with one sentence and status 2."""
+    """Predict and print. Invalid input ends with one sentence and status 2."""
     args = parser(program).parse_args(arguments)
     with sentences(program):
         _check(args)

@@ -1,6 +1,6 @@
-"""A prediction: the checkpoint continues prompts, and its MTP layers draft over the texts by the engine's rules.
+"""A prediction: the checkpoint continues prompts, and its MTP layers draft over the results by the engine's rules.
 
-A drafter drafts in our own decoder instead, whose rules are the engine's (`DrafterRules`).
+For a drafter, our own decoder drafts instead, because its rules are the engine's (`DrafterRules`).
 """
 
 import gc
@@ -28,15 +28,15 @@ from megatron_mtp.extensions.predict.source import (
 
 
 def predict(checkpoint: Path, engine: Engine, args: Namespace) -> tuple[Case, Prediction]:
-    """Acceptance of a checkpoint's MTP layers, or of its drafter, in an engine.
+    """Predict the acceptance of a checkpoint's MTP layers, or of its drafter, in an engine.
 
     Args:
         checkpoint: a Megatron checkpoint, a Hugging Face folder, or a name on the Hub.
         engine: a row of `ENGINES`.
-        args: the flags of `megatron-mtp predict`.
+        args: flags of `megatron-mtp predict`.
 
     Raises:
-        ValueError: the checkpoint cannot be read, or the engine cannot draft with it so.
+        ValueError: the checkpoint cannot be read, or the engine cannot draft with it.
     """
     with opened(checkpoint, args.family, args.tokenizer, args.trust_remote_code) as source:
         return _predict_drafter(source, engine, args) if source.drafter else _predict_depths(source, engine, args)

@@ -1,4 +1,4 @@
-"""Drafts made by the rules of an engine (`Feeding`), at all positions of a text at once, with Megatron's modules.
+"""Drafts made by the rules of an engine (`Feeding`), at all positions of a document at once, with Megatron's modules.
 
 The chain that starts at row i makes draft 1 from the trunk's state i and token i + 1, and draft d predicts token
 i + d + 1. Its earlier drafts are taken to be right, since a wrong one ends the round. So one forward of the depth per
@@ -35,20 +35,20 @@ ROWS_OF_LOGITS = 256
 
 @dataclass(frozen=True)
 class Text:
-    """A text and the trunk's states of it, [S, 1, H], after and before the final norm."""
+    """A document and the trunk's states of it, [S, 1, H], after and before the final norm."""
 
     tokens: list[int]
     after_SBH: Tensor
     before_SBH: Tensor
 
     def states(self, side: str) -> Tensor:
-        """The states of one side of the norm, [S, 1, H]."""
+        """Return the states before or after the norm, [S, 1, H]."""
         return self.after_SBH if side == "after" else self.before_SBH
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of a depth, one for every start: its states [R, 1, H], and how far tokens and positions are ahead of it."""
+    """Rows of an MTP layer, one per start: states [R, 1, H], and how far tokens and positions are ahead of it."""
 
     states_RBH: Tensor
     token: int
@@ -56,7 +56,7 @@ class Block:
 
 
 def check_model(model: LanguageModule) -> None:
-    """Raises ValueError for a model whose drafts are not made here."""
+    """Raise ValueError for a model that is not supported here."""
     if not model.mtp_process:
         raise ValueError("the checkpoint has no MTP layers to draft with; give one that was trained with some.")
     if not model.mtp.sequential:
@@ -70,12 +70,12 @@ def check_model(model: LanguageModule) -> None:
 
 
 def depth_layers(model: LanguageModule) -> str:
-    """Symbols of a depth's layers (--hybrid-layer-pattern); empty where a depth is one transformer layer."""
+    """Return the symbols of an MTP layer's layers (--hybrid-layer-pattern); empty if it is one transformer layer."""
     return "".join(getattr(model.mtp.layers[0].tf_layer, "layer_type_list", ()))
 
 
 def trained_feeding(model: LanguageModule) -> Feeding:
-    """Inputs of the depths in training; a single layer makes every draft, whatever it is called."""
+    """Return how MTP layers are fed in training; a single layer makes every draft, whatever it is called."""
     shared = SHARED_KEYS if model.mtp.has_chain else FIRST_PASS_KEYS
     feeding = shared if model.mtp.shares_kv else TRAINED
     return replace(feeding, module="first") if len(model.mtp.layers) == 1 else feeding
@@ -83,7 +83,7 @@ def trained_feeding(model: LanguageModule) -> Feeding:
 
 @torch.no_grad()
 def read_text(model: LanguageModule, tokens: list[int]) -> Text:
-    """Run the trunk over a text."""
+    """Run the trunk over a document."""
     attention, decoder = _attention(model, None, list(range(len(tokens)))), model.decoder
     with _input_of(decoder.final_norm if hasattr(decoder, "final_norm") else decoder.final_layernorm) as before:
         after_SBH = decoder(
@@ -96,7 +96,7 @@ def read_text(model: LanguageModule, tokens: list[int]) -> Text:
 
 @torch.no_grad()
 def greedy(model: LanguageModule, prompt: list[int], new: int) -> list[int]:
-    """Prompt and continuation, by whole forwards of the trunk: slow, and without a cache that could be wrong."""
+    """Return prompt and continuation, by whole forward passes of the trunk: slow, but without a cache."""
     tokens = list(prompt)
     for _ in range(new):
         tokens += likeliest(model, read_text(model, tokens).after_SBH[-1:])
@@ -105,13 +105,13 @@ def greedy(model: LanguageModule, prompt: list[int], new: int) -> list[int]:
 
 @torch.no_grad()
 def drafts(model: LanguageModule, text: Text, count: int, feeding: Feeding) -> list[list[int]]:
-    """Drafts 1 .. `count` of every start i, as lists of R tokens; draft d is for token i + d + 1.
+    """Return drafts 1 .. `count` of every start i, as lists of R tokens; draft d is for token i + d + 1.
 
     Args:
         model: the whole model, in evaluation mode.
-        text: of at least `count` + 2 tokens.
-        count: drafts of a round.
-        feeding: what they are made from.
+        text: document of at least `count` + 2 tokens.
+        count: drafts per round.
+        feeding: the engine's rules.
     """
     starts = len(text.tokens) - count - 1
     states_RBH = text.states(feeding.trunk)[:starts]
@@ -129,7 +129,7 @@ def drafts(model: LanguageModule, text: Text, count: int, feeding: Feeding) -> l
 
 
 def likeliest(model: LanguageModule, states_RBH: Tensor) -> list[int]:
-    """The likeliest token of every state [R, 1, H]."""
+    """Return the most likely token of every state [R, 1, H]."""
     attached = attached_of(model)
     project, tokens = attached.head().project, attached.true_vocab_size
     parts = [project(part_RBH)[:, 0, :tokens].argmax(-1) for part_RBH in states_RBH.split(ROWS_OF_LOGITS)]

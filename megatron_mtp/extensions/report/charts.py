@@ -1,7 +1,7 @@
-"""Charts of a page, and their drawing.
+"""Charts of a page: which ones, and how they are drawn.
 
-With one run, the MTP layers share a chart and have a color each. With several, every figure has a chart of its own,
-where the runs have a color each. All charts have the same steps, and charts of one kind the same values, on their axes.
+With one run, the MTP layers share a chart, each with its own color. With several, every metric has its own chart, and
+each run its own color. All charts have the same steps, and charts of one kind the same range of values.
 """
 
 import math
@@ -60,7 +60,7 @@ KINDS = (
 
 
 def charts(runs: list[RunFolder]) -> list[tuple[Kind, str, go.Figure]]:
-    """Every chart that the runs have figures for: its kind, title and drawing."""
+    """Return every chart that the runs have metrics for: its kind, title and drawing."""
     drawn = []
     steps = _ends(row["iteration"] for run in runs for row in run.rows)
     for kind in KINDS:
@@ -130,7 +130,7 @@ def _layout(kind: Kind, steps: Ends, values: Ends, alone: bool) -> go.Layout:
 
 
 def label(key: str) -> str:
-    """'mtp_2 loss' becomes 'depth 2' and 'lm loss' 'trunk'; other figures keep their names."""
+    """Return 'depth 2' for 'mtp_2 loss' and 'trunk' for 'lm loss'; other metrics keep their names."""
     return f"depth {_depth(key)}" if _depth(key) else "trunk" if key == "lm loss" else key
 
 

@@ -1,6 +1,6 @@
 """The page: charts, tables and drafts in one HTML file that needs no network.
 
-It contains plotly's script and a short one of its own, and its policy allows only these two.
+It contains plotly's script and a short one of its own, and its content security policy allows only these two.
 """
 
 import json
@@ -76,7 +76,7 @@ RECORD = (
 
 
 def page(runs: list[RunFolder]) -> str:
-    """The whole document."""
+    """Return the whole document."""
     plotly = get_plotlyjs()
     hashes = (b64encode(sha256(script.encode()).digest()).decode() for script in (plotly, SCRIPT))
     policy = (

@@ -1,4 +1,4 @@
-"""What the documents speak of, as small as can be: folders of Hugging Face models with a tokenizer, and texts.
+"""Everything that the pages refer to, as small as possible: Hugging Face model folders with a tokenizer, and documents.
 
 python document_scene.py FOLDER
 """

@@ -23,11 +23,11 @@ from megatron_mtp.common.files import written_beside
 from megatron_mtp.training.run_files import METRICS, read_rows
 
 SHARE = 0.15
-"""Part of the training's steps that probe and guard take together."""
+"""Fraction of the training's steps that probe and regression check may take together."""
 LEAST_STEPS, MOST_EVALUATIONS = 50, 10
 RATE, RATES = "5e-4", ("5e-4", "1.5e-3", "1.5e-4")
 LOSS, LOSSES = "kd", ("kd", "lk")
-"""The defaults, and what the probe chooses from."""
+"""The default, and the losses that the probe chooses from."""
 TABLE, TRIALS = "probe.json", "probe"
 
 

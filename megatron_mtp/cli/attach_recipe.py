@@ -12,7 +12,7 @@ OF_ATTACH = {
     "mtp-unroll": "unroll",
     "drafter": "drafter",
 }
-"""Flags of `train` that attach has under a name of its own."""
+"""Flags of `train` for which attach has its own name."""
 
 SET_BY_ATTACH = ("mtp-num-layers", "mtp-use-repeated-layer", "mtp-train-only", "mtp-loss-scaling-factor")
 """Settings that are the same in every training by attach with passes of one layer."""

@@ -10,7 +10,7 @@ from megatron_mtp.common.files import is_inside, remove, written_beside
 from megatron_mtp.spec.config import flag_of
 
 RECORD = "attach.json"
-"""In RUN: the settings of its first start, on which finished steps depend."""
+"""File in RUN with the settings of its first start, on which finished steps depend."""
 KEPT = "model corpus load mtp_layers unroll mtp_init donor drafter drafter_init recipe loss self_generated".split()
 """Names of these settings."""
 

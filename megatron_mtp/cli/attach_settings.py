@@ -64,9 +64,9 @@ SET_BY_ATTACH = {
 }
 """Flags of `train` on which other steps depend, and the flag of attach for each."""
 OF_CHATS = [flag_of(name) for name in CHAT_FLAGS]
-"""Flags of `train` that say how chats are tokenized: they are the corpus's, and not the training's."""
+"""Flags of `train` for tokenizing chats, which attach applies to the corpus instead."""
 OF_FIT = ["--drafter-layers", "--mtp-draft-vocab-size", "--mtp-draft-vocab-file"]
-"""Flags of `train` that describe a drafter, which `convert fit-drafter` has too."""
+"""Flags of `train` that describe a drafter and that `convert fit-drafter` also has."""
 
 
 def offered_losses() -> list[str]:

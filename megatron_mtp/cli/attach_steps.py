@@ -27,7 +27,7 @@ from megatron_mtp.megatron.runtime import quieten
 from megatron_mtp.training.run_files import DOCUMENTS
 
 DRAFTED_PROMPTS, DRAFTED_TOKENS = 6, 32
-"""Pieces of held-out documents that are continued by drafting at the end, and tokens of each."""
+"""Number of held-out pieces to continue with drafts at the end, and tokens of each."""
 
 
 def _nothing(settings: AttachSettings) -> None:
@@ -280,4 +280,4 @@ _ALL = (
     Step("draft", "drafting", lambda settings: settings.load is None, _draft, prepare=_write_held_out),
 )
 STEPS = {step.name: step for step in _ALL}
-"""The steps in their order."""
+"""The steps, in order."""

@@ -10,7 +10,7 @@ from megatron_mtp.spec.kinds import DRAFTERS
 
 SPLIT = "98,2,0"
 PASSES = 2
-"""Default of --unroll: the best number that docs/explanation/evidence_losses.md has measured."""
+"""Default of --unroll: the best number measured in docs/explanation/evidence_losses.md."""
 
 
 class TrainingChoice(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_mtp.common.errors import Parser, named, status_of
 
 FOUND = 1
-"""Exit status where something was found."""
+"""Exit status if there are findings."""
 
 EXAMPLES = """examples:
   # what a folder holds: trunk, MTP layers, copies, data types; does its config match its files

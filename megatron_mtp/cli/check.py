@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from megatron_mtp.decoding.runner import Runner
 
 LESS = 1
-"""Exit status where drafts are accepted less than recorded."""
+"""Exit status if drafts are accepted less often than recorded."""
 LEAST_DRAFTS = 64
 SIDES = (2.5, 97.5)
-"""Percentiles of the resampled figures that are shown."""
+"""Percentiles of the bootstrap that are shown."""
 COUNTERS = ("spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_per_pos_total")
-"""Ends of names in /metrics of vLLM and of `serve`."""
+"""Suffixes of names in /metrics of vLLM and `serve`."""
 
 EXAMPLES = """examples:
   # an export, quantized or not, on text held out from training
@@ -47,7 +47,7 @@ EXAMPLES = """examples:
 """
 
 NumberedPrompts = list[tuple[int, list[int]]]
-"""The number of the document, and token ids."""
+"""Document number, and token ids."""
 
 
 def main(arguments: list[str], program: str) -> int:

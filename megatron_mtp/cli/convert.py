@@ -46,7 +46,7 @@ EXAMPLES = """examples:
 An interrupted conversion leaves DST.partial; the same command with --resume continues it.
 """
 DIFFERENT, UNCOMPARED = 1, 3
-"""Exit status: a difference or damage was found, or a plan does not fit; logits could not be compared."""
+"""Exit statuses: a difference or damage was found, or a plan does not fit; logits could not be compared."""
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZED = ("fp8", "fp8-channel", "nvfp4")
 WORKERS, FORMS = default_workers(), ", ".join(trained_forms())

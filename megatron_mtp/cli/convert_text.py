@@ -11,9 +11,9 @@ from megatron_mtp.cli.convert_plans import options
 
 PACKAGE = "megatron_mtp"
 LEAST_TOKENS, MEASURED_TOKENS = 32, 512
-"""Tokens of a sequence in which --text measures acceptance; a shorter text is one sequence."""
+"""Sequence length for measuring acceptance on --text; a shorter text is one sequence."""
 ENOUGH = 100_000
-"""Characters of a document that hold as many tokens."""
+"""Characters of a document that are sure to contain this many tokens."""
 
 
 def measurable_tokens(args: Namespace, models: list[Path]) -> int:

@@ -17,10 +17,11 @@ from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.megatron import cpu
 
 WARM_UP = 8
-"""Tokens that are generated before the clock starts, so that no side pays for what is made only once."""
+"""Tokens generated before timing starts, so that no side pays for one-time costs."""
 TURNS, LEAST_SECONDS, MOST_SECONDS = 3, 1.0, 20.0
-"""Drafting and plain decoding are compared for so many turns, and for so long, at least: a process that has just begun
-is a third slower for a second. After the most seconds no further turn is taken."""
+"""Minimum number of rounds and seconds for comparing drafting with plain decoding, because a new process is a third
+slower for a second. After the maximum, no further round starts.
+"""
 NO_METER = "zeus (the extra `energy`) is not installed, or finds no counter that it may read"
 
 

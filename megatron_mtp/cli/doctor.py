@@ -28,7 +28,7 @@ from megatron_mtp.spec.registry import Registry
 
 DISTRIBUTION = "megatron-mtp"
 FITS = "supported is"
-"""What is said of a package whose version is one of those that are supported."""
+"""Text for a package with a supported version."""
 
 EXTRAS = {
     "serve": "the server of OpenAI's HTTP API",
@@ -37,14 +37,15 @@ EXTRAS = {
     "muon": "--optimizer muon",
     "energy": "joules a token",
 }
-"""Extras of pyproject.toml, with what they are for; Transformer Engine has a line of its own."""
+"""Extras of pyproject.toml and their purpose; Transformer Engine has its own line."""
 
 KNOWN, UNKNOWN = "known version", "unknown version"
-"""States of a patch by the installed version alone."""
+"""States of a patch, judged only by the installed version."""
 
 EXAMINATIONS: Registry[Verb] = Registry("megatron_mtp.examinations", {})
-"""What extensions and other packages examine: each is a flag, by which its `main` runs in the place of the checks, and
-takes no argument but --json."""
+"""Checks of extensions and other packages. Each is a flag whose `main` runs instead of the built-in checks; its only
+argument is --json.
+"""
 
 EXAMPLES = """examples:
   megatron-mtp doctor            # for people

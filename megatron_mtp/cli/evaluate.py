@@ -29,13 +29,13 @@ OTHER_DATA = (
     "--chat --mock-data --train-data-path --valid-data-path --test-data-path --data-args-path "
     "--per-split-data-args-path"
 ).split()
-"""Flags of `train` that give data instead of `--data-path`."""
+"""Flags of `train` that replace `--data-path`."""
 
 SIZES = "seq_length", "micro_batch_size", "drafter_blocks"
-"""Arguments of ours that `train` has too: figures of other sequences or blocks do not compare."""
+"""Our arguments that `train` also has. Results with other sequences or blocks cannot be compared."""
 
 TRUST = "--trust-remote-code"
-"""A flag of `train` that the corpus of `--text` needs as well."""
+"""A flag of `train` that the corpus of `--text` also needs."""
 
 EXAMPLES = f"""examples:
   # all text of a folder, with the tokenizer of the training

@@ -36,11 +36,12 @@ OF_OTHER_GENERATORS = {
     **dict.fromkeys(("--max-tokens", "--num-predict", "--n-predict"), "--max-new-tokens"),
     "--file": "--prompt-file",
 }
-"""Flags of vLLM, SGLang, llama.cpp and others, and what to give in their place."""
+"""Flags of vLLM, SGLang, llama.cpp and others, and what to use instead."""
 
 DRAFTS = "drafts.json"
-"""Written to `--record`: {"config": {"method": "mtp", ...}, "figures": {...}, "pieces": {"12": " the", ...}, "texts":
-[{"prompt": [5, 12], "steps": [as `Update.as_json`, ...]}, ...]}"""
+"""Contents of the file for `--record`: {"config": {"method": "mtp", ...}, "figures": {...}, "pieces": {"12": " the",
+...}, "texts": [{"prompt": [5, 12], "steps": [as `Update.as_json`, ...]}, ...]}
+"""
 
 EXAMPLES = """examples:
   # draft with the checkpoint's MTP layers, and compare with plain decoding

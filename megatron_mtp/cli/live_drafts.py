@@ -9,7 +9,7 @@ from megatron_mtp.cli.terminal import read_prompts
 from megatron_mtp.data.tokenizer import read_tokenizer
 
 TAU, COUNT, NEW_TOKENS = "tau_real", 8, 64
-"""Name of the figure; prompts unless the flag says how many, and new tokens of each."""
+"""Name of the metric, default number of prompts, and new tokens of each."""
 
 
 class LiveDrafts:

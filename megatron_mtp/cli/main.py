@@ -24,7 +24,7 @@ megatron-mtp VERB --help lists the flags of a verb, with examples of its own.
 
 
 OLD_VERBS = {"foretell": "predict"}
-"""Names of verbs in the release before, and their names now."""
+"""Names of commands in the previous release, and their present names."""
 
 
 def main(argv: list[str] | None = None) -> int:

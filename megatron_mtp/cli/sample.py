@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from megatron_mtp.data.tokenizer import Encoder
 
 OF_TEXTS = "split part max_new_tokens temperature top_k top_p min_p seed".split()
-"""Flags on which texts depend; the number of texts, and how many run together, are not among them."""
+"""Flags that samples depend on; the number of samples and the batch size are not among them."""
 OF_DOCUMENTS = "prompt_tokens anywhere".split()
 OF_CHECKPOINTS = "dtype speculative_config".split()
-"""Flags that say how a checkpoint is run; a server was started with its own."""
+"""Flags for running a checkpoint; a server has its own."""
 ENDINGS = ("idx", "json", "bin", "answers.npy", SOURCES, "texts.jsonl")
 MOST_SEED = 2**31 - 1
 

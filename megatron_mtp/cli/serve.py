@@ -27,13 +27,13 @@ OF_OTHER_SERVERS = {
     "--hostname": "--host",
     "--alias": "--served-model-name",
 }
-"""Flags of vLLM, SGLang, TGI and llama.cpp, and what to give in their place."""
+"""Flags of vLLM, SGLang, TGI and llama.cpp, and what to use instead."""
 
 API_KEY = "MEGATRON_MTP_API_KEY"
-"""Variable of the environment with the key that clients must send."""
+"""Environment variable with the key that clients must send."""
 
 LARGEST_GIB = 2**20
-"""No machine has more; a larger number is a mistake."""
+"""No machine has more memory; a larger number is a mistake."""
 
 EXAMPLES = """examples:
   # OpenAI-compatible API at http://127.0.0.1:8000/v1, two draft tokens per step

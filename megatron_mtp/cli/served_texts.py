@@ -26,14 +26,15 @@ if TYPE_CHECKING:
 
 RETRIES = 8
 MAX_ANSWER_S, MAX_CONNECT_S = 3600.0, 10.0
-"""Seconds that a server may take for one answer, and for a connection."""
+"""Timeouts in seconds for one response, and for connecting."""
 KEY = "OPENAI_API_KEY"
 MAX_MESSAGE_CHARS = 300
 SLACK = 10
-"""The count of re-encoded tokens may differ from the server's by one in so many, and by two, since a sampled text need
-not be tokenized as the tokenizer would."""
+"""The number of re-encoded tokens may differ from the server's by one in this many, plus two, because the tokenizer may
+tokenize a sampled output differently.
+"""
 UNSEEN = " \t\r\n\ufffd"
-"""Characters at the ends of a text by which a server's incremental decoding may differ."""
+"""Characters at the ends of an output by which a server's incremental decoding may differ."""
 
 
 class TextServer:

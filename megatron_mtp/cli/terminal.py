@@ -39,7 +39,7 @@ OF_OTHER_ENGINES = {
     "--speculative-eagle-topk": _TREE,
     **dict.fromkeys(("--speculative-model", "--speculative-draft-model-path", "--model-draft"), _DRAFTER),
 }
-"""Flags of vLLM, SGLang, TGI and llama.cpp, and what to give in their place where a checkpoint is run."""
+"""Flags of vLLM, SGLang, TGI and llama.cpp, and what to use instead, for commands that run a checkpoint."""
 
 COLOR, DIM, PLAIN = "\033[32m", "\033[2m", "\033[0m"
 

@@ -62,7 +62,7 @@ MEGATRONS: dict[str, tuple[str | None, str]] = {
     ),
     "--mtp-detach-heads": (None, "Let the MTP loss train only the MTP layers. Default: the trunk as well."),
 }
-"""Megatron's own flags of MTP layers, which its parser has: metavar (None for a switch) and help."""
+"""Megatron's own flags for MTP layers, which are in its parser: metavar (None for a switch) and help."""
 
 
 def main(arguments: list[str], program: str) -> int:

@@ -20,13 +20,14 @@ import numpy as np
 RECORD = "mtp_acceptance.json"
 
 EXPECTED_LENGTH = "expected accepted length"
-"""The name of `AcceptanceStats.expected_length` in records, logs and metrics.jsonl."""
+"""Name of `AcceptanceStats.expected_length` in records, logs and metrics.jsonl."""
 
 LEAST_DRAFTS, DEVIATIONS, CHANCE = 64, 4, 0.002
-"""Drafts that an alarm waits for, standard deviations of their count that may be chance, and the chance that none of
-them is accepted at which it sounds."""
+"""Number of drafts that an alarm waits for, standard deviations of the count to tolerate, and the probability of no
+acceptance at which it is raised.
+"""
 MANY_DRAFTED, WORTH_DRAFTING = 1000, 0.01
-"""Drafted tokens after which an alarm without a record sounds if a smaller share than this was accepted."""
+"""Without a record, the alarm is raised after this many draft tokens if a smaller fraction was accepted."""
 
 
 @dataclass
@@ -142,12 +143,12 @@ def resampled(groups: Sequence[AcceptanceStats], draws: int = 1000, seed: int = 
 
 
 LEAST_DOCUMENTS = 8
-"""Documents of a bootstrap; of fewer it says little: their tokens are resampled in the place of documents."""
+"""Minimum number of documents for a bootstrap; with fewer, tokens are resampled instead."""
 OTHERS = "others"
-"""Sources of fewer documents, together."""
+"""Name of the pooled sources with few documents."""
 
 BySource = dict[str, dict[int, AcceptanceStats]]
-"""The counts of every document, by its source and its number in the corpus."""
+"""Counts of every document, by source and document number in the corpus."""
 
 
 def error_of(documents: Sequence[AcceptanceStats]) -> float:

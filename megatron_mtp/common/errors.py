@@ -22,19 +22,20 @@ from typing import Any, NoReturn, override
 REFUSED, INTERRUPTED, UNREAD = 2, 130, 141
 
 SPOKEN_AFTER = 20.0
-"""Seconds that other ranks leave the first rank to say what is wrong; torchrun ends all ranks with the first."""
+"""Seconds that other ranks wait before they print, so that the first rank can; torchrun ends all ranks with the first.
+"""
 
 LONGEST = 600
-"""Characters of a library's message that are shown."""
+"""Maximum number of characters shown of a library's message."""
 
 LIKENESS = 0.65
-"""Least likeness by `difflib` of a name that is offered in the place of an unknown word."""
+"""Minimum similarity by `difflib` of a name that is suggested for an unknown word."""
 
 FOREIGN = "foreign flags"
-"""Name of the registry in which a parser keeps what to give here in the place of flags of other programs."""
+"""Name of the registry in which a parser keeps replacements for flags of other programs."""
 
 MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "Cannot allocate memory")
-"""Messages of torch where memory is exhausted."""
+"""torch's messages when memory is exhausted."""
 
 Mistakes = type[Exception] | tuple[type[Exception], ...]
 

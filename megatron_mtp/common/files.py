@@ -21,7 +21,7 @@ from typing import IO, Any
 from filelock import FileLock, Timeout
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Endings of a model's files that hold weights."""
+"""Suffixes of weight files."""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ OLD_NAMES = {
     "megatron_mtp.checkpoint.mcore.reader": "megatron_mtp.megatron.checkpoint.reader",
     "megatron_mtp.checkpoint.mcore.model": "megatron_mtp.checkpoint.model",
 }
-"""A module's name in the release before, and its name now."""
+"""Module names of the previous release, and their present names."""
 
 
 class _Moved(MetaPathFinder, Loader):

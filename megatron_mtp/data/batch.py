@@ -215,7 +215,7 @@ def positions_of_ranks(offsets: Tensor, ranks: int) -> Tensor:
 #     depth 2  c 0 0 | f 0 0
 
 NO_DOCUMENT = -1
-"""The document of a padding position: nothing is shifted into it or out of it."""
+"""The document of a padding position; nothing is shifted into it or out of it."""
 
 
 def shift_left(values_BS: Tensor, depths: int, document_BS: Tensor | None = None) -> Tensor:

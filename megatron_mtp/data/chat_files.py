@@ -34,10 +34,10 @@ LEFT_OUT = {
     "chat template renders them; give data with reasoning, or a template with {{% generation %}}, to train on thoughts",
     "empty_turns": "{} turns of the assistant are empty, and teach to answer nothing",
 }
-"""What is not trained on, or not as it was written, and the line that says so."""
+"""What is not trained on, or not as it was written, and the line that reports it."""
 
 SHOWN_LINES = 5
-"""Bad lines that are shown, of all that are counted."""
+"""Maximum number of bad lines that are shown; all are counted."""
 
 COUNTS = 1
 """Mode of a sequence whose tokens count."""

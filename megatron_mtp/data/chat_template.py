@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-"""The tag around what the assistant writes, where a template has it."""
+"""The tag around what the assistant writes, if a template has it."""
 
 MODES: tuple[dict[str, Any], ...] = ({}, *({"enable_thinking": on, "thinking": on} for on in (False, True)))
-"""Variables by which generation prompts differ: with nothing, an empty thinking block, or the beginning of one."""
+"""Variables by which generation prompts differ: nothing, an empty thinking block, or the beginning of one."""
 
 
 class Tokenized(NamedTuple):

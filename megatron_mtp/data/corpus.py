@@ -42,7 +42,7 @@ from megatron_mtp.data.tokenizer import Encode, Encoder
 PART_BYTES = 4 << 20
 
 TEXT_FILES = ["*.txt", "*.md", "*.py", "*.jsonl"]
-"""Names of the files that are read inside folders, unless others are given."""
+"""Default patterns of file names to read in folders."""
 
 # Size of one task: large enough to be worth sending, small enough to balance the workers and their memory.
 CHUNK_BYTES = 1 << 20
@@ -58,7 +58,7 @@ NO_TEXT = {
     b"\xff\xfe": "in UTF-16",
     b"\xfe\xff": "in UTF-16",
 }
-"""First bytes of files that would be read as text without meaning, and what such a file is."""
+"""First bytes of binary files, and the kind of file."""
 
 
 class Document(NamedTuple):
@@ -79,7 +79,7 @@ class Document(NamedTuple):
 
 
 Work = Callable[[list[Document]], list[Any]]
-"""What a worker makes of a chunk: one result for each of its documents, or parts of documents."""
+"""A worker's result for a chunk: one for each of its documents, or parts of documents."""
 
 
 def write_corpus(

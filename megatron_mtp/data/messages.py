@@ -24,10 +24,10 @@ ROLES = {
     "tool": "tool observation function function_response tool_response tool_result ipython",
     "call": "function_call tool_call",
 }
-"""Roles, and their names in published data, in any case; a call is the assistant's."""
+"""Roles, and their names in published data, in any case; a call belongs to the assistant."""
 
 CHATS = ("messages", "conversations", "turns")
-"""Keys of a line under which its chat is."""
+"""Keys of a line that contain its chat."""
 
 NAMES = {name: role for role, names in ROLES.items() for name in names.split()}
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -39,7 +39,7 @@ COUNTS_IF_FALSE = ["mask", "masked"]
 LEFT_OUT_IF_TRUE = ["ignore", "ignored", "skip", "exclude"]
 FLAGS = (*COUNTS_IF_TRUE, *COUNTS_IF_FALSE, *LEFT_OUT_IF_TRUE)
 FLAG_LIKE = re.compile(r"(?<![a-z])(loss|train\w*|weights?|mask\w*|ignor\w*|skip\w*|exclud\w*)(?![a-z])")
-"""Fields that set whether a turn is trained on (the last ones set nothing if false), and others that may."""
+"""Fields that set whether a turn is trained on (the last ones set nothing if false), and similar ones."""
 
 VALUES = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
@@ -248,7 +248,7 @@ def _kind(value: Any) -> str:
 # --- what a template makes of a message ------------------------------------------------------------------------------
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a message that hold its reasoning."""
+"""Fields of a message that contain its reasoning."""
 
 END_OF_REASONING = "</think>"
 

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 MODEL = "tokenizer.model"
 OF_TRANSFORMERS = ("tokenizer.json", "tokenizer_config.json")
-"""Files without which transformers guesses how to split a text."""
+"""Files without which transformers guesses how to split text."""
 SPACE = "▁"
 
 

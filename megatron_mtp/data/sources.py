@@ -24,13 +24,13 @@ import numpy as np
 from megatron_mtp.data.checks import read_index, read_sidecar
 
 SOURCES = "sources.npy"
-"""Ending of the file."""
+"""Suffix of the file."""
 
 MOST_DOCUMENTS = 2**31
-"""Most documents of a corpus."""
+"""Maximum number of documents of a corpus."""
 
 KEYS = ("category", "source")
-"""Keys of a line that name its source; the first that is there counts."""
+"""Keys of a line that name its source; the first existing one counts."""
 
 
 def named_source(fields: Any) -> str | None:

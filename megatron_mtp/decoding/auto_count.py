@@ -23,47 +23,52 @@ from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.decoding.config import MOST_DRAFTED
 
 RECENT = 32
-"""Steps of each kind whose times are remembered."""
+"""Number of remembered times for each kind of step."""
 
 STALE = 12
-"""Steps after which the times of a K give way to its next one, since other load on the machine comes and goes."""
+"""Steps after which the times of a K are replaced at its next step, because other load on the machine varies."""
 
 FAR_BEHIND = MOST_DRAFTED + 1
-"""Rows that a drafter runs at most where every step drafts."""
+"""Maximum number of rows that a drafter catches up if every step drafts."""
 
 WORTH_A_CHANGE = 1.05
-"""Drafts have to promise so many times the rate of plain steps before a drafter catches up."""
+"""Factor over the rate of plain steps that drafting must promise before a drafter catches up."""
 
 UNTIMED_STEPS, TRIED_STEPS, TRIAL_STEPS = 2, 4, 8
-"""First steps of a K, which take longer, as what was prepared is of another K; steps of a K that is tried in the place
-of another one, and after a rest."""
+"""Number of first steps of a K that are not timed, because they are slower; steps of a K that is tried instead of
+another one, and after a pause.
+"""
 
 PLAIN_AGAIN, PLAIN_STEPS = 200, 8
-"""Steps with drafts after which so many plain ones are timed again. The first of them are slow, as caches are cold."""
+"""After this many steps with drafts, this many plain ones are timed again. The first of them are slow, because caches
+are cold.
+"""
 
 MEMORY = 0.97
-"""The weight of earlier acceptances after one more step with drafts."""
+"""Weight of earlier acceptance after one more step with drafts."""
 
 FIRST_DRAFTS = 2
-"""K of the first steps; more where they show that more may pay."""
+"""K of the first steps; increased if they show that more may pay off."""
 
 FIRST_STEPS = (1,) * (UNTIMED_STEPS + 1) + (0,) * PLAIN_STEPS
 """Which of the first steps draft."""
 
 MOST_HELD = 31
-"""Steps without another choice where K was chosen several times in a row: choosing takes as long as a small draft."""
+"""Maximum number of steps without a new choice if the same K was chosen several times in a row, because choosing takes
+as long as a small draft.
+"""
 
 FIRST_REST_STEPS = 16
-"""Plain steps before the first trial; every further rest is twice as long."""
+"""Plain steps before the first retry; every further pause is twice as long."""
 
 MAX_REST_STEPS = 512
-"""Plain steps after which the price of another draft is looked at again, however far away it was."""
+"""Maximum number of plain steps before the cost of another draft is checked again."""
 
 FEW_TIMINGS = 6
-"""Times of a K that are too few to speak against it: first steps take longer."""
+"""Number of times that is too small to reject a K, because first steps take longer."""
 
 SHARE = 0.01
-"""The share of the time so far that drafting may have cost when a draft is tried again."""
+"""Maximum fraction of the time so far that drafting may have cost before a draft is retried."""
 
 
 @dataclass

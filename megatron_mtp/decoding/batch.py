@@ -38,14 +38,15 @@ if TYPE_CHECKING:
     from megatron_mtp.decoding.graphs import GraphedStep
 
 DraftingKind = tuple[SpeculativeConfig, bool]
-"""Sequences of one kind draft alike: their config, and whether they are greedy."""
+"""Sequences of one kind share steps: their config, and whether they are greedy."""
 
 DraftingGroup = tuple[DraftingKind, int | None]
-"""Sequences that are decoded together: of one kind; one that has to be alone is a group of its own, by its number."""
+"""Sequences that are decoded together: of one kind; a sequence that must be alone is its own group, by its number."""
 
 MAX_ROWS_BEHIND = 32
-"""Rows that a sequence's drafter may be behind to catch up with the others' rows; with more it runs them alone. The
-others run as many rows anew, so where these change states they are half of what a state goes back."""
+"""Maximum number of rows that a sequence's drafter may be behind to catch up together with the others; with more it
+runs alone. The others rerun as many rows, so for recurrent layers this is half of what a state may go back.
+"""
 
 
 @dataclass(eq=False)

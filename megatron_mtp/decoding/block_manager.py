@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 START = 0
-"""What the first block of a sequence stands behind."""
+"""Predecessor of a sequence's first block."""
 
 
 @dataclass

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 SLOTS_BEYOND_POSITIONS = 320
-"""Slots and positions after the model's last one, which drafts may use; no token is emitted there."""
+"""Slots and positions after the model's last one that drafts may use; no token is emitted there."""
 
 BLOCK = 32
-"""Slots of a block: as many as a window grows by, and a multiple of what compiled code adds up at once."""
+"""Slots per block: the increment of a window, and a multiple of what compiled code sums at once."""
 
 Places = tuple[Tensor, Tensor]
-"""The block of each row's slot, [B, R] or [B, 1], and where in it the slot is, [B, R]."""
+"""Block of each row's slot, [B, R] or [B, 1], and the offset in it, [B, R]."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from megatron_mtp.spec.kinds import DRAFTERS
 from megatron_mtp.spec.registry import Imported, Registry
 
 MOST_DRAFTED = 15
-"""K + 1 rows of a chain at most 16: what fused decode kernels take."""
+"""Maximum K: a chain has at most 16 rows, which fused decode kernels support."""
 
 _KINDS = {
     str: "text",
@@ -151,7 +151,7 @@ class SpeculativeConfig:
 
 
 COMMON_KEYS = [field.name for field in fields(SpeculativeConfig) if field.type is not Settings]
-"""The keys of every method."""
+"""Keys of every method."""
 
 PROPOSERS: Registry[Any] = Registry(
     "megatron_mtp.proposers",
@@ -172,10 +172,9 @@ PROPOSERS: Registry[Any] = Registry(
         }
     ),
 )
-"""Methods, each a class of `Proposer`: what drafts.
-
-Those of drafters are named by the drafter's kind. A row is written as an entry point is, and imported when it is looked
-up, so that a list of names does not wait for torch. Other packages add rows under the group `megatron_mtp.proposers`.
+"""Drafting methods, each a class of `Proposer`. Those of drafters have the name of the drafter's kind. A row is an
+entry point, imported on look-up, so that listing names does not import torch. Other packages add rows under the group
+`megatron_mtp.proposers`.
 """
 
 VERIFIERS: Registry[Any] = Registry(
@@ -194,7 +193,7 @@ VERIFIERS: Registry[Any] = Registry(
         }
     ),
 )
-"""Which drafts are accepted, each a `Verifier`; likewise."""
+"""Acceptance rules, each a `Verifier`, in the same form."""
 
 
 # --- as vLLM spells them: vllm/config/speculative.py of 0.33 ----------------------------------------------------------
@@ -205,7 +204,7 @@ _FAMILIES = (
     "qwen3_5 qwen3_next qwen4_exp step3p5"
 ).split()
 FOREIGN_METHODS = {f"{family}_mtp": "mtp" for family in _FAMILIES} | {"ngram_gpu": "ngram"}
-"""vLLM has a name for the MTP modules of each family; all of them are drafted with as `mtp` does."""
+"""vLLM's names for the MTP modules of each family; all of them mean `mtp`."""
 
 _ANY = (False, True)
 

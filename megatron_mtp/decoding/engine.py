@@ -30,16 +30,16 @@ from megatron_mtp.decoding.scheduler import EngineSettings, Scheduler
 from megatron_mtp.decoding.sequences import wants_few_shapes
 
 DEFAULT_CACHE_GIB = 4.0
-"""Cache that is taken unasked in a host's memory."""
+"""Default cache size in host memory."""
 
 DEFAULT_GPU_SHARE = 0.8
-"""Share of a GPU's free memory that the cache takes unasked; steps and their graphs need the rest."""
+"""Default fraction of a GPU's free memory for the cache; steps and their graphs need the rest."""
 
 MIN_KEPT_SLOTS = 1024
-"""Slots of a sequence in memory that is kept for later prompts, at least, so that they seldom need other memory."""
+"""Minimum number of slots of a sequence in memory that is kept for later prompts, to avoid reallocation."""
 
 WARM_STEPS = 4
-"""Steps of a kind until it is recorded, and one more."""
+"""Steps of a kind until it is captured, plus one."""
 
 _logger = logging.getLogger(__name__)
 

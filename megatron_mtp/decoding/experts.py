@@ -24,10 +24,10 @@ from megatron_mtp.decoding.cached_attention import StandIn
 from megatron_mtp.decoding.dense_layer import activation, default_settings
 
 MOST_ROWS = 1024
-"""With more rows, all experts for all rows take longer than sorting the rows, and much memory."""
+"""With more rows, running all experts takes longer than sorting the rows, and much memory."""
 
 COPIES = 3
-"""Times that a gathered weight moves through memory: read, written and read again."""
+"""How often a gathered weight moves through memory: read, written and read again."""
 
 KNOWN = frozenset(
     # of the router, whose functions are Megatron's
@@ -40,13 +40,13 @@ KNOWN = frozenset(
     "moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion moe_token_drop_policy moe_layer_recompute "
     "moe_per_layer_logging moe_hybridep_num_sms_preprocessing moe_flex_dispatcher_backend".split()
 )
-"""Settings of experts that may differ from Megatron's defaults; with another one the layer is Megatron's."""
+"""Settings of experts that may differ from Megatron's defaults; with any other one, Megatron's layer runs."""
 
 AS_THEY_ARE = ("activation_func_clamp_value", "glu_linear_offset", "use_te_activation_func", "fp8", "fp4")
 """Further settings of an expert's forward, which must have Megatron's defaults."""
 
 BALANCED = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
-"""Kinds of load balancing whose routers choose the likeliest experts, and read nothing back."""
+"""Kinds of load balancing whose routers choose the most likely experts and read nothing back."""
 
 
 class StaticExperts(StandIn):

@@ -29,10 +29,10 @@ from megatron_mtp.decoding.sequences import Sequences
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 32
-"""Graphs that are kept of each kind and size of batches; the one that was not used for longest goes first."""
+"""Maximum number of graphs for each kind and size of batches; the least recently used one is dropped."""
 
 RunStep = Callable[[int], StepOutput]
-"""A step with K drafts, all that the device does."""
+"""Everything that a step with K drafts does on the device."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Recorded:
 
 
 Record = Callable[[Callable[[], StepOutput], Any], Recorded]
-"""Records a step without running it, in the pool of an earlier one or a new one (None)."""
+"""Captures a step without running it, in the memory pool of an earlier one or a new one (None)."""
 
 
 def record_on_cuda(step: Callable[[], StepOutput], pool: Any) -> Recorded:
@@ -66,7 +66,7 @@ def record_on_cuda(step: Callable[[], StepOutput], pool: Any) -> Recorded:
 
 
 Graphs = dict[Hashable, Recorded | None]
-"""Recorded steps; None for one that has run once and may be recorded."""
+"""Captured steps; None for one that has run once and may be captured."""
 
 
 class GraphedStep:

@@ -20,7 +20,7 @@ from megatron_mtp.decoding.block_tables import BlockTables, Places, read_rows, w
 from megatron_mtp.decoding.rows import Rows
 
 FEW_BLOCKS = 4
-"""Blocks that are made zero one by one; a step gives a sequence one or none."""
+"""Number of blocks that are zeroed one by one; a step gives a sequence at most one."""
 
 
 class KVCache:

@@ -39,7 +39,7 @@ OF_THE_RUN = (
     "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json",
 )
-"""Arguments that change what a model computes, and that `completed` leaves out, since no conversion has them."""
+"""Arguments that change what a model computes and that `completed` omits, because conversions do not have them."""
 
 OVER_ALL_RANKS = "tensor_model_parallel_size", "tensor_parallel_num_weight_shards"
 OF_EXPERTS = "expert_tensor_parallel_size", "expert_tensor_parallel_num_weight_shards"

@@ -50,7 +50,7 @@ class Method:
 
 
 MAX_TRIED_DRAFTS = 6
-"""The largest K that 'auto' considers where the method has no limit of its own."""
+"""Largest K that 'auto' considers for a method without a limit of its own."""
 
 _EXAMPLE = """give for example '{"method": "mtp", "num_speculative_tokens": 2}'."""
 

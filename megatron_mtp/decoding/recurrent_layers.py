@@ -39,10 +39,10 @@ from megatron_mtp.decoding.rows import MAX_ROWS_BACK, Rows
 from megatron_mtp.model.recurrent import of_length_one
 
 PIECE = 64
-"""Rows that are run at once; a longer forward, as of a prompt, is cut."""
+"""Number of rows that run at once; a longer forward pass, such as a prompt, is split."""
 
 KEPT = 128
-"""Slots. With more of them a state takes in rows less often, and every row looks at more of them."""
+"""Number of slots. With more of them, a state absorbs rows less often, and every row reads more of them."""
 
 
 @dataclass(frozen=True)

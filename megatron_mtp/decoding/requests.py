@@ -12,10 +12,10 @@ from megatron_mtp.decoding.draft import Draft
 from megatron_mtp.decoding.sampling import NO_PENALTIES, Penalties, Sampling, TokenLogprob
 
 UNLIMITED = sys.maxsize
-"""`max_new_tokens` of a request that goes on for as long as there is room."""
+"""`max_new_tokens` of a request that continues as long as there is room."""
 
 SEEDS = range(-(2**63), 2**63)
-"""What a seed may be."""
+"""Range of seeds."""
 
 
 class Finish(StrEnum):

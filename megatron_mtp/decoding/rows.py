@@ -23,21 +23,22 @@ from megatron_mtp.decoding.block_tables import BlockTables, Places, read_rows
 from megatron_mtp.model.attention import causal_mask
 
 CHUNK = 512
-"""Rows of a prompt that go through a model at once."""
+"""Rows of a prompt that run through a model at once."""
 
 MAX_ROWS_BACK = 32
-"""How far behind the rows of one forward the next may begin where layers are recurrent: 15 drafts are rejected, and as
-many rows that another sequence of the batch has gained are run anew."""
+"""How far behind the rows of one forward pass the next may begin with recurrent layers: 15 rejected drafts, and as many
+rows that are rerun because another sequence of the batch has gained them.
+"""
 
 WINDOW_STEP, FEW_WINDOWS_STEP = 32, 128
-"""Slots that a forward looks at are a multiple of this; see `rounded`."""
+"""The number of slots in a window is a multiple of this; see `rounded`."""
 
 FORBIDDEN = torch.finfo(torch.float32).min / 2
-"""Added to the score of a slot that a row must not look at; finite, so that a padding row has no NaN."""
+"""Added to the score of a slot that a row must not attend to; finite, so that a padding row has no NaN."""
 
 
 Window = tuple[int, int]
-"""Positions before and after its own that a row may attend to, as Megatron's `window_size`; -1 is without limit."""
+"""Positions before and after its own that a row may attend to, as in Megatron's `window_size`; -1 for no limit."""
 
 
 @dataclass(eq=False)

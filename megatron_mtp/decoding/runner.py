@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from megatron_mtp.decoding.recurrent_layers import Sizes
 
 PLACES = ("rope", "yarn", "none")
-"""Position embeddings that can give every row the angles of its own position."""
+"""Position embeddings that support arbitrary positions for each row."""
 
 TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
 """Module of Megatron's layers with Transformer Engine, which may read back."""
 
 STATIC_EXPERTS = "MEGATRON_MTP_STATIC_EXPERTS"
-"""Set to 1 in the environment, few rows run through `StaticExperts`, so that steps with experts can be recorded."""
+"""Environment variable: with 1, few rows run through `StaticExperts`, so that steps with experts can be captured."""
 
 
 class Keeping(NamedTuple):

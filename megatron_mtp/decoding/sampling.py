@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 MIN_TEMPERATURE = 1e-5
-"""A lower one is greedy, as in vLLM: logits that are divided by it may overflow float32."""
+"""A lower temperature is greedy, as in vLLM, because logits divided by it may overflow float32."""
 
 DRAFT, VERIFY, RECOVER = 0, 1, 2
-"""Streams: drafting, accepting, and the token after the accepted ones never share a number."""
+"""Streams: drafting, accepting, and drawing the token after the accepted ones never share a number."""
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,10 @@ def logprobs_of(logits_RV: Tensor, tokens: list[int], top: int) -> list[TokenLog
 
 
 STREAMS, NUMBERS = 3, 1 << 22
-"""Streams of a round, and the most numbers of all of them together."""
+"""Number of streams of a round, and the maximum of numbers of all of them together."""
 
 LEAST_NUMBERS = 16
-"""Numbers of each stream that are made at once."""
+"""Numbers of each stream that are generated at once."""
 
 
 class Noise:

@@ -28,7 +28,9 @@ DEVICE = ("tokens_BT", "length_B", "live_B", "seed_B")
 
 
 MAX_KEPT_BATCHES = 32
-"""Kinds and sizes of batches whose tensors and steps are kept; the one that was not used for longest goes first."""
+"""Maximum number of kinds and sizes of batches whose tensors and steps are kept; the least recently used one is
+dropped.
+"""
 
 
 def wants_few_shapes(device: torch.device) -> bool:

@@ -11,7 +11,7 @@ from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.requests import Finish, Update
 
 RUNNING = ("finish", "restart", "abort")
-"""What becomes of running requests."""
+"""What happens to running requests."""
 
 
 def update_weights(

@@ -20,7 +20,7 @@ from megatron_mtp.decoding.rows import ancestors_of
 from megatron_mtp.decoding.sampling import RECOVER, VERIFY, draw
 
 VerifierRule = Callable[[Tensor, Draft, Round], Verdict]
-"""From the target's logits [B, R, V] to a verdict; pure, its random numbers are the round's."""
+"""From the target's logits [B, R, V] to a verdict; pure, with the round's random numbers."""
 
 
 @dataclass(frozen=True)

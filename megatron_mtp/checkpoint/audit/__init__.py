@@ -27,9 +27,9 @@ GUESSES = (
     "not finite", "implausible numbers", "type", "tensor missing", "shape", "tensor left over", "other numbers",
     "config", "logits", "not compared", "duplicate tensors", "skipped buffers", "drafter inside",
 )  # fmt: skip
-"""What explains a finding, in the order in which an audit lists them: what explains most comes first."""
+"""Explanations of a finding, most informative first, in the order of an audit's output."""
 SHOWN = 3
-"""Names that a sentence lists."""
+"""Maximum number of names in a sentence."""
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,9 @@ from megatron_mtp.megatron.checkpoint import HF_FILES
 from megatron_mtp.megatron.checkpoint.iterations import is_checkpoint
 
 KNOWN = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", CONFIG, ADAPTER)
-"""Files that show that a folder is a model's."""
+"""Files that identify a model's folder."""
 TIE = ("tie_word_embeddings", "untie_embeddings_and_output_weights", "share_embeddings_and_output_weights")
-"""Settings that do not matter where both sides compute with the same head."""
+"""Settings that do not matter if both sides compute with the same output layer."""
 Run = Callable[[Path, Path], list[Any]]
 """`verify.same_logits`: computes a folder and a checkpoint, and returns its checks."""
 

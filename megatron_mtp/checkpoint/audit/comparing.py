@@ -39,24 +39,24 @@ from megatron_mtp.megatron.checkpoint import EMBEDDING, FUSED_NORM, OUTPUT, OWN_
 from megatron_mtp.megatron.checkpoint.reader import equal_bits
 
 PADDED = (EMBEDDING, OUTPUT)
-"""Megatron's tensors that have rows of padding, by the layout of the run."""
+"""Megatron's tensors with padding rows, which depend on the layout of the run."""
 NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 CLOSE = 0.1
-"""Largest difference of a quantized weight from its original, as a part of the original's norm."""
+"""Largest difference of a quantized weight from its original, relative to the original's norm."""
 PIECE = 2**20
-"""Numbers that are subtracted at a time."""
+"""Number of values that are subtracted at a time."""
 ADVICE: dict[str, str] = {
     "rounded": "export in the type of side A, if side B is to have the same numbers",
     "other numbers": "check that both are the same model and the same step",
     "not finite": EARLIER,
     "tied copy": "store the head, and set tie_word_embeddings to false",
 }
-"""What to do; REMAKE for what is not here."""
+"""What to do; REMAKE for kinds that are not listed."""
 REMAKE = "convert it again, or correct the names and maps of the program that wrote it"
 EXPLAINING = threading.Lock()
-"""Differences are explained one at a time, since that takes copies."""
+"""Lock: differences are explained one at a time, because that needs copies."""
 Difference = tuple[str, str]
-"""A difference: out of `GUESSES`, and the end of a sentence that begins with the tensor on side B."""
+"""A difference: one of `GUESSES`, and the end of a sentence that begins with the tensor on side B."""
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ GRAFT = "graft those of the model that it was made from (megatron-mtp convert gr
 LOST, FETCH = f"export the MTP layers as well, or {GRAFT}", f"fetch the MTP layers, or {GRAFT}"
 AGAIN = "export or fetch the tensors again"
 FRAME = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight")
-"""Parts of Megatron's MTP layers around the inner layer; parallel heads have the last alone, ERNIE's the others."""
+"""Parts of Megatron's MTP layers around the inner layer; parallel heads have only the last, ERNIE's the others."""
 LOSSY = {"float32": ("bfloat16", "float16"), "bfloat16": ("float16",), "float16": ("bfloat16",)}
-"""A stored type, and the types that cannot hold its numbers."""
+"""A stored dtype, and the dtypes that cannot represent its values."""
 
 
 def contents(side: Side) -> list[Finding]:
@@ -64,7 +64,7 @@ def contents(side: Side) -> list[Finding]:
 
 
 OF_HEADS = ("MTP dropped", "depth missing", "depth incomplete", "depth count", "tensor left over")
-"""Findings that may be about MTP layers alone."""
+"""Findings that may concern only MTP layers."""
 
 
 def _is_only_of_heads(side: Side, found: list[Finding]) -> bool:

@@ -41,7 +41,7 @@ REFETCH = "fetch or export that file again"
 CORRECT = "correct the file, or copy that of the model that this was made from"
 GENERATION = "generation_config.json"
 OBJECTS = (GENERATION, "tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
-"""Files that hold an object; others may hold a list."""
+"""Files that contain a JSON object; others may contain a list."""
 
 
 def open_folder(path: Path) -> HFSide:
@@ -238,7 +238,7 @@ TOKENIZERS: dict[str, Callable[[dict[str, Any]], dict[str, int]]] = {
         one["content"]: int(index) for index, one in keys.get("added_tokens_decoder", {}).items()
     },
 }
-"""Files of tokenizers, and the tokens that they hold, with their ids."""
+"""Files of tokenizers, and where their tokens and ids are."""
 _TOKEN = re.compile(r"(^|_)token_ids?$")
 _UNUSED = re.compile(r"unused|reserved|special|control|extra|placeholder|^<.*>$|^\[.*\]$|pad\b", re.IGNORECASE)
 """Tokens that no text needs to have."""

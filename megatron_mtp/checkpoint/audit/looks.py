@@ -16,15 +16,15 @@ from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.megatron.checkpoint.reader import bounds
 
 WORDS = 2**18
-"""Words that are multiplied at a time: their factors stay in a processor's cache."""
+"""Words that are multiplied at a time, so that their factors stay in the processor's cache."""
 SPLITS = (8, 4, 2)
-"""Parts of a dimension that are compared, as tensor-parallel ranks have them."""
+"""Number of parts of a dimension that are compared, like those of tensor-parallel ranks."""
 LEAST = 4
 """Rows or columns of the smallest part that is compared."""
 Bits = tuple[torch.dtype, Shape, int]
-"""Equal for tensors that are equal bit by bit, and different for others, but for one chance in 2^48 or fewer."""
+"""Digest: equal for bit-identical tensors; different for others, except with a probability of at most 2^-48."""
 Run = tuple[int, int]
-"""Rows or columns of a matrix, from the first to the one past the last."""
+"""Rows or columns of a matrix: first, and last plus one."""
 
 
 @dataclass

@@ -32,17 +32,17 @@ GUESS = "implausible numbers"
 EARLIER = "take these tensors from an earlier save"
 RELEASE = "take them from the release or from an earlier save, or train them"
 HUGE, TINY = 65504.0, 1e-12
-"""No trained weight has numbers above float16's largest, and none has only numbers that are so near to 0."""
+"""No trained weight has values above float16's largest, or only values this close to 0."""
 CENTERED = ("gemma", "intern_s2", "nemotron", "qwen3_5", "qwen3_next", "recurrent_gemma", "step3", "vaultgemma")
-"""Beginnings of the `model_type`s whose norms multiply by 1 + w, so that a new norm is 0."""
+"""Prefixes of the `model_type`s whose norms multiply by 1 + w, so that a new norm is 0."""
 ROWS = 2**12
 """Rows of a matrix that are compared at a time."""
 MERGE = "mergekit_config.yml"
 """A file of merges, which may repeat layers."""
 SHARDS = 8
-"""The smallest part of a matrix that is looked for as a lost shard is one in so many."""
+"""The smallest fraction of a matrix that is checked as a lost shard is 1 over this number."""
 FIRST_PROJECTION = "eh_proj.weight"
-"""In new MTP layers it is [0 | I]."""
+"""Its value in new MTP layers is [0 | I]."""
 _NORM = re.compile(r"norm\w*\.(m\.)?weight$")
 _ROUTER = re.compile(r"\b(gate|router|router\.\w+)\.weight$")
 _INPUT = re.compile(r"(enorm|hnorm)\.weight$")

@@ -30,19 +30,19 @@ from megatron_mtp.checkpoint.hf.quantized import (
 GUESS = "quantization"
 RESTORE = "restore the weight with its scale, or remove what does not belong"
 SCALES = re.compile(r"\.(qzeros|scales|g_idx|SCB|weight_(scale(_2|_inv)?|zero_point|global_scale|shape|g_idx))$")
-"""Names of the parts of a weight beside its numbers."""
+"""Names of a weight's parts other than its values."""
 STATE = re.compile(r"\.weight(_format|\.quant_state\..+)$|\.pre_quant_scale$")
-"""Names of further tensors beside a weight."""
+"""Names of further tensors of a weight."""
 PROJECTIONS = frozenset(
     "q_proj k_proj v_proj o_proj qkv_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj gate_proj up_proj down_proj "
     "gate_up_proj".split()
 )
-"""Modules that engines quantize wherever the config does not except them, even if no layer has them quantized."""
+"""Modules that engines quantize unless the config excludes them, even if no layer has them quantized."""
 WHOLE, NOTHING = "not quantized", "no quantization"
 _FORMS = frozenset(form.name for form in FORMS)
 _POWERS = str(E8M0).removeprefix("torch.")
 QUANTIZED_LATER, EXPERTS_ALONE = "bitsandbytes", "mxfp4"
-"""The method that quantizes what it loads, and that of gpt-oss, which leaves all but experts as they are."""
+"""The method that quantizes during loading, and that of gpt-oss, which quantizes only experts."""
 
 
 def is_quantized(entry: StoredTensor) -> bool:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm
 
 NESTED = "language_model."
-"""What keys of the text model begin with in checkpoints of multimodal models; it is left out of `tensors`."""
+"""Key prefixes of the text model in checkpoints of multimodal models; left out of `tensors`."""
 RUN_CONFIG = "run_config.yaml"
 FROM_CHECKPOINT = "the checkpoint"
 

@@ -40,19 +40,20 @@ if TYPE_CHECKING:
     from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm
 
 DEPTH_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
-"""Config keys that count MTP layers, of families known here and of others."""
+"""Config keys that count MTP layers, of known and other families."""
 BLOCKS = "mtp_layers_block_type"
 """Nemotron-H's other key for the layers inside an MTP layer; without it they are attention and experts."""
 UNFIT = (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, OverflowError)
-"""What the rules of a family raise for a config that they do not fit."""
+"""Exceptions of a family's rules for a config that they do not fit."""
 UNREADABLE = (ValueError, OSError, RuntimeError)
-"""What reading a damaged file raises, and converting what it holds."""
+"""Exceptions when reading a damaged file or converting its contents."""
 TRUNK, DEPTH, EMBEDDING, HEAD, BESIDE, STAGE = KINDS = ("trunk", "depth", "embedding", "head", "beside", "drafter")
 OF_EMBEDDING, OF_HEAD = ("embed_tokens.weight",), ("shared_head.head.weight", "shared_head.output.weight")
 ONE_LAYER = re.compile(r"mtp_(unroll$|\w*(repeat|share|tie))")
-"""Config keys by which all MTP layers are one layer."""
+"""Config keys that make all MTP layers one layer."""
 OWN = ("dots3_note", "longcat", "step3")
-"""Beginnings of the `model_type`s whose MTP layers have an own embedding or head; of classes, without one."""
+"""Prefixes of the `model_type`s, or of classes without one, whose MTP layers have their own embedding or output layer.
+"""
 _BESIDE = re.compile(r"(^|\.|_)(vision|visual|audio|perception|vit|mm_projector|multi_modal_projector|image_newline)")
 _MTP = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.(?:layers\.)?(\d+\.)?")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")

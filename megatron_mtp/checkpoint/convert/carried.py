@@ -23,7 +23,7 @@ AROUND = re.compile(r"(enorm|hnorm|eh_proj|(transformer\.)?shared_head|embed_tok
 INNER = "transformer_layer."
 """Megatron's module of the layer inside an MTP layer."""
 FEW = 2
-"""Names by which a layer may differ from its form; more are another form."""
+"""Maximum number of names by which a layer may differ from its form; with more, it has another form."""
 
 
 @dataclass(frozen=True)

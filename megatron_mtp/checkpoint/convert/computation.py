@@ -24,11 +24,11 @@ ASIDE = (
     "moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_enable_expert_bias add_qkv_bias "
     "mtp_num_layers mtp_use_repeated_layer"
 ).split()
-"""Settings that are not compared: they belong to training, or the tensors show them."""
+"""Settings that are not compared: they concern training, or the tensors determine them."""
 LATENT_ASIDE = "kv_channels num_query_groups rotary_percent".split()
 """Settings that latent attention does not use."""
 LAYERS_BESIDE = ("spec", "heterogeneous_layers_config_path")
-"""Arguments that replace the layers which the others describe."""
+"""Arguments that replace the layers described by the other arguments."""
 YARN = (
     "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim "
     "correction_range_round_to_int"

@@ -25,16 +25,17 @@ from megatron_mtp.spec.registry import Imported
 
 AUX_LAYERS, TARGET_LAYERS = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
 STATE_KEYS, OUTPUT_KEYS = (AUX_LAYERS, "aux_hidden_state_layer_ids"), (TARGET_LAYERS, "dspark_target_layer_ids")
-"""Config keys with the layers that are read. The first two count states: the number is that of the layers before the
-state, as vLLM and speculators count. The others, and `AUX_LAYERS` within `eagle_config`, count outputs: the number is
-that of the layer that returns the state, from 0, as SGLang and SpecForge count."""
+"""Config keys with the layers that are read. The first two count states: the number of layers before the state, as in
+vLLM and speculators. The others, and `AUX_LAYERS` within `eagle_config`, count outputs: the index of the layer that
+returns the state, from 0, as in SGLang and SpecForge.
+"""
 INNER = OF_ONE_LAYER, OF_BLOCKS, OF_LAYERS = "eagle_config", "dflash_config", "transformer_layer_config"
-"""Config keys with further keys in them: SpecForge's, z-lab's and speculators'."""
+"""Config keys with nested keys: SpecForge's, z-lab's and speculators'."""
 KV_RANK = "kv_lora_rank"
 LATENT_KEYS = "q_lora_rank", KV_RANK, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
-"""Config keys of `LatentSizes`, in its order."""
+"""Config keys of `LatentSizes`, in order."""
 COUNTS = {"outputs": 1, "states": 0}
-"""What layer ids may count, and what makes the layers before a state of one."""
+"""What layer ids may count, and the conversion to the number of layers before a state."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +202,7 @@ class BlockCodec(DrafterCodec):
 
 
 CODECS: Imported[DrafterCodec] = Imported({row.name: row.folder for row in DRAFTERS.values()})
-"""Forms of folders by kind."""
+"""Folder formats by kind."""
 
 
 def with_inner(keys: dict[str, Any]) -> dict[str, Any]:

@@ -59,11 +59,12 @@ OTHER_FORMS: dict[str, Any] = {
     **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"), True),
     **{"use_mtp_layernorm": False, "parallel_draft_step": 1, "quantization_config": None},
 }
-"""Config keys of drafters that compute something else with another value than this one, or hold other tensors."""
+"""Config keys with the only supported value; with another one, drafters compute something else or have other tensors.
+"""
 INTERLEAVED = {"rope_interleave": True}
-"""In latent attention here a channel is turned with the next one."""
+"""Latent attention here rotates adjacent channels."""
 WORDS = "embed_tokens.weight"
-"""A copy of the trunk's embedding in a folder, which a checkpoint has once."""
+"""A copy of the trunk's embedding in a folder; a checkpoint stores it once."""
 
 
 def sizes_of(drafter: HeadSpec, hidden: int) -> dict[str, Any]:

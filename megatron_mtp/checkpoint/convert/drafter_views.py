@@ -12,7 +12,7 @@ from megatron_mtp.spec.kinds import DrafterKind
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Types of layers."""
 CAUSAL_KEYS, NON_CAUSAL = ("is_causal", "causal"), "sliding_window_non_causal"
-"""Config keys of causality, of all layers and, in speculators, of windowed ones."""
+"""Config keys for causality, of all layers and, in speculators, of windowed ones."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from megatron_mtp.model.mtp import SHARDED_TF_LAYER
 from megatron_mtp.spec.config import BESIDE_MTP
 
 ONE_PASS: dict[str, Any] = {UNROLL: None, SHARES: False}
-"""Arguments of MTP layers that are not a repeated layer."""
+"""Arguments of MTP layers that are not repeated."""
 OF_DEPTHS: dict[str, Any] = {
     "mtp_num_layers": None,
     "mtp_use_repeated_layer": False,
@@ -53,7 +53,7 @@ OF_DEPTHS: dict[str, Any] = {
     "mtp_draft_vocab_file": None,
     **ONE_PASS,
 }
-"""Arguments that come with MTP layers, and the values of new ones."""
+"""Arguments that come with MTP layers, and their values for new ones."""
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,11 @@ from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, DRAFTER, EMBEDDIN
 from megatron_mtp.megatron.checkpoint.reader import DistReader, StoredDepths
 
 DRAFTS_ALL = f"in {DRAFTED}, which hf-to-mcore and SGLang (--speculative-token-map) read; others draft all tokens"
-"""What becomes of a checkpoint's draft vocabulary: the head of the folder has all rows."""
+"""What happens to a checkpoint's draft vocabulary: the folder's output layer has all rows."""
 
 
 SENTENCE_PIECES = "a SentencePiece model alone, which transformers may read with other ids; encode with sentencepiece"
-"""The note of an export whose tokenizer transformers does not know."""
+"""Note for an export whose tokenizer transformers does not support."""
 
 
 def mcore_to_hf(source: Path | DistReader, target: Path, options: Options, form: HFForm) -> dict[str, Any]:

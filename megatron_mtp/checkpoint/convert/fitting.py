@@ -32,15 +32,15 @@ from megatron_mtp.megatron import cpu
 from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-"""Times the mean of the diagonal of sum_i u_i u_i^T."""
+"""Candidates for the ridge, relative to the mean of the diagonal of sum_i u_i u_i^T."""
 TOKENS_A_WIDTH = 64
-"""Tokens to fit on, for each hidden unit: 32 for each unknown of a row of eh_proj."""
+"""Tokens to fit on per hidden unit: 32 for each unknown of a row of eh_proj."""
 LENGTH = 512
 """Tokens of a text."""
 FLOAT32 = 4
-"""Bytes of a number."""
+"""Bytes per value."""
 HELD_OUT = 8
-"""Every text of such a number chooses the ridge."""
+"""Every text with an index divisible by this number is used to choose the ridge."""
 
 
 @dataclass(frozen=True)

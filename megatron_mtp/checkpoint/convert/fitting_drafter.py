@@ -47,13 +47,13 @@ from megatron_mtp.spec.kinds import fitted_kind
 LAYER = f"{DRAFTER}tf_layer."
 QKV, PROJ = f"{LAYER}self_attention.linear_qkv.weight", f"{LAYER}self_attention.linear_proj.weight"
 COPIED = "pre_mlp_layernorm.weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"
-"""What the layer has of the trunk's last one."""
+"""Parts that the layer copies from the trunk's last one."""
 
 RIDGE = 1e-3
-"""Times each entry of the diagonal of a sum."""
+"""Ridge, relative to each entry of a sum's diagonal."""
 
 SCORE = 13.0
-"""Score of a position with itself; its weight in the softmax is then far above that of a whole text."""
+"""Score of a position with itself; its weight in the softmax then exceeds that of a whole text by far."""
 
 
 def plan_fitting(

@@ -67,11 +67,12 @@ from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
 
 DEPTHS = "mtp."
-"""Beginning of the keys of MTP layers and of their draft vocabulary."""
+"""Key prefix of MTP layers and of their draft vocabulary."""
 OF_TRUNKS = {"num_layers", "moe_layer_freq", "hybrid_layer_pattern", "max_sequence_length"}
-"""Settings in which the trunks may differ: their layers, and the longest text."""
+"""Settings in which the trunks may differ: number of layers, and maximum length."""
 OF_TOKENS = {"vocab_size", "max_position_embeddings"}
-"""Keys in which the configs of models that Megatron cannot run may differ, beside those that count MTP layers."""
+"""Keys in which the configs of models that Megatron cannot run may differ, in addition to those that count MTP layers.
+"""
 _OWN_ROWS = re.compile(r"\b(word_embeddings|output_layer|embed_tokens|shared_head\.output)\.weight$")
 """Embedding and head of an MTP layer, where it does not use the trunk's."""
 _OUTSIDE = re.compile(rf"^.*\blayers\.\d+\.({SHARDED_TF_LAYER}\.)?")

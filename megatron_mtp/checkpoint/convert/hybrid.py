@@ -49,14 +49,14 @@ from megatron_mtp.megatron.patterns import KINDS, SHARDED_STACK, trunk_and_depth
 from megatron_mtp.model.arguments import check_trainable
 
 FILE_BYTES = 2**30
-"""Size of a part, unless a single tensor is larger: what is made again at most after an interruption."""
+"""Size of a part, unless a single tensor is larger; at most this much is repeated after an interruption."""
 BY_BUCKET = "dp_reshardable"
-"""The distributed optimizer's usual format: flat buffers of the parameters, in the model's order."""
+"""The distributed optimizer's default format: flat buffers of the parameters, in the model's order."""
 UNEVEN = (
     "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout "
     "virtual_pipeline_model_parallel_size account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
 ).split()
-"""Arguments by which pipeline stages have other layers than an even cut gives them."""
+"""Arguments that give pipeline stages other layers than an even split."""
 
 
 def plan_migration(source: Path, to_hybrid: bool) -> Conversion:
@@ -148,17 +148,17 @@ def _read(reader: DistReader, *piece: Any) -> list[Tensor]:
 
 ATTENTION = (Symbols.ATTENTION, Symbols.MLA)
 CHANNELS = (Symbols.MLP, Symbols.MOE)
-"""The symbols of the first and of the second half of a GPT's layer."""
+"""Symbols of the first and the second half of a GPT's layer."""
 
 STAYS, DAMAGED = "it has to stay", "the checkpoint is damaged"
 POSITIONS = ("rope", "learned_absolute", "none")
-"""Position embeddings that both forms compute alike."""
+"""Position embeddings that both forms compute in the same way."""
 
 NOT_IN_HYBRIDS = (
     "use_rope_scaling no_rope_freq window_attn_skip_freq experimental_attention_variant "
     "heterogeneous_layers_config_path use_mup spec"
 ).split()
-"""Arguments that a hybrid does not read, or whose layers it counts in another way."""
+"""Arguments that a hybrid does not read, or whose layers it counts differently."""
 
 
 def hybrid_arguments(args: Namespace, source: str) -> Namespace:
@@ -259,7 +259,7 @@ WITNESSES = {
     Symbols.MLP: "mlp.linear_fc2.weight",
     Symbols.MOE: "mlp.router.weight",
 }
-"""A tensor that a layer of this kind has, and no other."""
+"""A tensor that only a layer of this kind has."""
 
 
 @dataclass(frozen=True)

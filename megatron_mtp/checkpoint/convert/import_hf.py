@@ -28,7 +28,7 @@ from megatron_mtp.model.draft_vocabulary import tokens_of_file
 from megatron_mtp.spec.config import SHARED_KEYS, trained_depths
 
 TRUNK_ONLY = "trunk only"
-"""In the record of an import: the MTP layers were left out, whatever the kept config counts."""
+"""Entry in the record of an import: the MTP layers were left out, whatever the stored config counts."""
 
 
 def hf_to_mcore(source: Path, target: Path, options: Options) -> dict[str, Any]:
@@ -212,10 +212,10 @@ def megatron_arguments(model: HFModel) -> Namespace:
 
 
 UNROLL = "mtp_unroll"
-"""Passes of the layer in training."""
+"""Number of passes of the layer in training."""
 
 SHARES, FIRST_PASS = SHARED_KEYS
-"""Later passes attended to the keys and values of pass 1; engines call it `INDEX_SHARE` where there is no chain."""
+"""Later passes attended to the keys and values of pass 1; engines call it `INDEX_SHARE` if there is no chain."""
 
 
 def pass_keys(args: Namespace) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from megatron_mtp.common.files import check_outside, is_inside, one_writer, sync
 
 RECORDS = "progress"
 PLAN = "progress.json"
-"""Marks a folder as unfinished. A single file, unlike a folder, can be removed in one step."""
+"""Marks a folder as unfinished. Unlike a folder, a file can be removed atomically."""
 
 
 class PartialFolder:

@@ -214,7 +214,7 @@ def has_lost_depths(path: Path) -> bool:
 
 
 Pair = tuple[str, Tensor, Tensor]
-"""A name, the folder's tensor, and the checkpoint's: one of both as it is stored, the other one converted."""
+"""A name, the folder's tensor, and the checkpoint's: one as stored, the other converted."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from megatron_mtp.megatron.checkpoint.reader import bounds
 from megatron_mtp.megatron.checkpoint.writer import chunks_are_in, read_chunk, write_catalogue, write_chunk
 
 STAYS_WIDE = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")
-"""Endings of the tensors that models keep in float32 beside bfloat16 weights."""
+"""Suffixes of tensors that models keep in float32 even with bfloat16 weights."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ UNTRAINED: dict[str, Any] = {
     "iteration": 0,
     "content_metadata": {"non_homogeneous_layers": True, "singleton_local_shards": False},
 }
-"""What a converted checkpoint stores beside tensors: no step was taken, and each layer has tensors of its own."""
+"""What a converted checkpoint stores besides tensors: no step was taken, and layers are not stacked."""
 
 
 class CheckpointFiles:
@@ -306,7 +306,7 @@ def keep_files(source: Path, target: Path) -> None:
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 IN_FLIGHT = 2**28
-"""Largest number of bytes of tensors that all workers hold at a time, unless a single group is larger."""
+"""Maximum number of bytes of tensors that all workers hold at a time, unless a single group is larger."""
 
 
 class Budget:
@@ -330,7 +330,7 @@ class Budget:
 
 
 Report = Callable[[int], None]
-"""Called by a part for every group of tensors that it has written, with the number of bytes."""
+"""Called by a part with the number of bytes of every group of tensors that it has written."""
 
 
 def run_parts(

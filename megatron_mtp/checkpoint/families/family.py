@@ -27,17 +27,17 @@ CARRIED = "carried."
 """Prefix of Megatron keys for tensors that Megatron has no module for, such as vision towers."""
 TRUNK_ALONE = "megatron-mtp convert hf-to-mcore --trunk-only"
 OF_A_HEAD = re.compile(r"(^|\.)mtp(_\w+)?\.")
-"""Tensors of MTP layers, or of another module that drafts, by what published names have in common."""
+"""Name patterns common to published MTP layers and other draft modules."""
 STORED_HEAD = {"head": r"(^|\.)lm_head\.weight$"}
-"""Most folders do not store a tied head, but some do."""
+"""Most folders do not store a tied output layer, but some do."""
 COPIES = {
     "embedding copies": r"layers\.\d+\.embed_tokens\.weight$",
     "head copies": r"layers\.\d+\.shared_head\.head\.weight$",
 }
-"""DeepSeek's folders repeat embedding and head in every depth; other folders do not."""
+"""DeepSeek's folders repeat embedding and output layer in every MTP layer; other folders do not."""
 PACKED = {"packed experts": r"mlp\.experts\.gate_up_proj$"}
 NESTED = {"nested": r"^language_model\.model\."}
-"""Kimi-K2.5 keeps the text model beside a vision tower."""
+"""Kimi-K2.5 stores the text model next to a vision tower."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Depths:
 
 
 EITHER_COUNT = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Config keys of the number of MTP layers where transformers' class has an alias for DeepSeek's."""
+"""Config keys for the number of MTP layers if transformers' class has an alias for DeepSeek's key."""
 ONE_DEPTH = Depths(
     r"^mtp\.(fc)\.weight$",
     "mtp.layers.0.",
@@ -155,12 +155,13 @@ ONE_DEPTH = Depths(
     default=None,
     limit=1,
 )
-"""The one depth of Qwen's models, and of EXAONE's."""
+"""The single MTP layer of Qwen's models, and of EXAONE's."""
 ATTACHED = Depths(
     r"^mtp\.layers\.(\d+)\.eh_proj\.weight$", "mtp.layers.{k}.", ("enorm", "hnorm", "eh_proj", "final_layernorm")
 )
-"""MTP layers that `attach-mtp` made inside of a larger model whose text model's family has no names for any: each is a
-layer like the trunk's. transformers ignores these tensors, and they convert back."""
+"""MTP layers that `attach-mtp` added to a larger model whose text model's family has no names for them: each is a layer
+like the trunk's. transformers ignores these tensors, and they convert back.
+"""
 
 
 @dataclass(frozen=True)
@@ -295,7 +296,7 @@ DEFAULTS = (
     "sliding_window ssm_state_size swiglu_alpha swiglu_limit tie_word_embeddings time_step_limit topk_group "
     "use_conv_bias use_qk_norm"
 ).split()
-"""Keys whose default is that of the class; sizes that tell models apart are not among them, and must be in a config."""
+"""Keys with the class's default; sizes that distinguish models are not among them and must be in a config."""
 
 
 @cache
@@ -346,7 +347,7 @@ def class_tensors(folder: Path) -> dict[str, Shape]:
 
 
 TEXT_INSIDE = {"step3p5": "step3p7"}
-"""Text models that transformers has no class for but as the text part of another type."""
+"""Text models for which transformers has a class only as the text part of another type."""
 _OF_TEXT = re.compile(r"(model\.language_model|lm_head)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 

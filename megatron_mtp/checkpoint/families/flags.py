@@ -53,7 +53,7 @@ def squared_relu_flags(config: HFConfig) -> list[str]:
 
 RMS_NORM = ("--normalization", "RMSNorm")
 PLAIN = (*RMS_NORM, "--disable-bias-linear")
-"""RMSNorm, and no biases."""
+"""RMSNorm without biases."""
 
 
 def size_flags(config: HFConfig, depths: int, count: int, width: int, norms: Sequence[str] = PLAIN) -> list[str]:
@@ -126,7 +126,7 @@ UNSCALED = {
     "longrope": "LongRoPE, in which every angle changes once a text is longer than the original context",
     "dynamic": "the rotary scaling 'dynamic', in which every angle changes with the length of the text",
 }
-"""Reasons for scalings that Megatron does not compute, beside the name."""
+"""Why Megatron does not compute a scaling, in addition to its name."""
 
 
 def _latent_rope_flags(config: HFConfig) -> list[str]:

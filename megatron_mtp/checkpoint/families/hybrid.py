@@ -212,7 +212,7 @@ def _qwen_flags(config: HFConfig, layout: Layout) -> list[str]:
 
 
 KINDS = {**{"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*"}, **{"mlp": "-", "moe": "E"}}
-"""Megatron's symbols of a layer's kinds, which older folders and the published patterns use as well."""
+"""Megatron's symbols for kinds of layers, which older folders and published patterns also use."""
 NORMS = {
     "M": "mixer.in_proj.layer_norm_weight",
     "*": "self_attention.linear_qkv.layer_norm_weight",
@@ -220,7 +220,8 @@ NORMS = {
     "E": "pre_mlp_layernorm.weight",
 }
 USUAL = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "conv_kernel": 4, "layer_norm_epsilon": 1e-5}
-"""What Megatron has in these layers, whatever the flags; `layer_norm_epsilon` that of the norm inside Mamba-2."""
+"""Megatron's fixed settings of these layers, whatever the flags; `layer_norm_epsilon` is for the norm inside Mamba-2.
+"""
 
 
 NEMOTRON_DEPTHS = Depths(

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from typing import Any
 
 INNER_KEYS = ("dspark_block_size", "dspark_target_layer_ids", "dspark_noise_token_id", "dspark_markov_rank")
-"""Config keys that engines read of such a drafter."""
+"""Config keys of such a drafter that engines read."""
 STAGES = ("n_mtp_layers", "num_nextn_predict_layers")
-"""Config keys that count its stages; the second is also that of MTP layers."""
+"""Config keys that count its stages; the second one also counts MTP layers."""
 TITLE, METHOD = "DSpark", "dspark"
-"""What the kind of drafter is called, in sentences and as a method of engines; `mtp` half-loads these tensors."""
+"""Name of this kind of drafter in messages, and its method in engines; `mtp` loads only some of these tensors."""
 _TELLING = re.compile(r"^(mtp\.\d+|mtp_dspark)\..*\b(main_proj|markov_head|confidence_head)\b")
 _STAGE = re.compile(r"^(?:mtp|mtp_dspark(?:\.layers)?)\.(\d+)\.")
 _BEGINNINGS = ("mtp.", "mtp_dspark.")
 _FIRST, _LAST = ("main_proj", "main_norm"), ("norm", "markov_head", "confidence_head")
 """Modules of the first stage, which joins the trunk's states, and of the last one, which drafts."""
 HEADS_OF_STAGES = re.compile(rf"^mtp\.\d+\.({'|'.join((*_FIRST, *_LAST))}|hc_head)(\b|_)")
-"""Tensors of the first and the last stage that others lack."""
+"""Tensors of the first and the last stage that the others lack."""
 
 
 @dataclass(frozen=True)

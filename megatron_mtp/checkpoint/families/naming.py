@@ -16,7 +16,7 @@ WRAPPERS = {
     "_checkpoint_wrapped_module.": "activation checkpointing",
     "module.": "DDP",
 }
-"""What wrappers of modules put into names, and whose it is."""
+"""What module wrappers add to names, and which wrapper it is."""
 _AT_THE_BEGINNING = ("base_model.model.", "module.")
 _AROUND = frozenset(("model", "language_model", "text_model", "thinker", "llm"))
 """Names of models in a model, which may be wrong without another tensor being meant."""

@@ -11,10 +11,9 @@ from typing import Any
 from megatron_mtp.spec.rope_scaling import megatrons_scaling
 
 LATENT_EPSILON, LARGEST_LATENT_EPSILON = 1e-6, 1e-5
-"""Epsilon of transformers in the norms inside latent attention, whatever the config says; the largest that converts.
-
-Megatron and vLLM have the config's epsilon in all norms. Between the two values logits differ by some 1e-5 of the
-largest.
+"""transformers' epsilon of the norms inside latent attention, whatever the config specifies; the largest one that
+converts. Megatron and vLLM use the config's epsilon in all norms. Between the two values, logits differ by about 1e-5
+of the largest.
 """
 
 

@@ -10,11 +10,11 @@ from megatron_mtp.checkpoint.hf.config import EXPERTS, ConfigError, HFConfig
 from megatron_mtp.megatron.checkpoint import EMBEDDING, OUTPUT
 
 ZERO_QKV_BIAS, ZERO_ROUTER_BIAS = "zero biases of queries, keys and values", "zero biases of routers"
-"""Forms of an export whose model has no such biases."""
+"""Forms of an export for a model without these biases."""
 ORIGINAL_NORMS, ORIGINAL = "originals of norms", "original."
-"""Form of a checkpoint that holds the weights of norms as in the folder, under keys with this prefix (`Computed`)."""
+"""Form of a checkpoint that stores the norm weights as in the folder, under keys with this prefix (`Computed`)."""
 ORIGINAL_WEIGHTS = "originals of scaled weights"
-"""Form of a checkpoint that also holds weights without the factor that Megatron's contain (`Computed`)."""
+"""Form of a checkpoint that also stores weights without the factor that Megatron's include (`Computed`)."""
 
 MOST_LAYERS, MOST_EXPERTS, MOST_OF_BOTH = 10_000, 10_000, 200_000
 """A config with more is corrupted: the largest published models have about 10^2 layers of about 10^2 experts."""
@@ -61,7 +61,7 @@ def biased(config: HFConfig, key: str = "attention_bias", out: str | None = None
 
 
 llama_attention = partial(biased, out="attention_bias")
-"""Biases of all projections if `attention_bias` is true."""
+"""Biases on all projections if `attention_bias` is true."""
 qwen3_attention = partial(llama_attention, norms=True)
 """Llama's attention with norms of queries and keys."""
 

@@ -17,12 +17,12 @@ WRAPPERS = (
     "exaone4_5 glm_ocr got_ocr2 idefics3 internvl lighton_ocr llava llava_onevision mistral3 smolvlm "
     "video_llava vipllava"
 ).split()
-"""Types whose class runs a text alone as the text model's own class does, seen with small random models."""
+"""Types whose class runs text alone like the text model's own class, tested with small random models."""
 TEXTS = {
     "glm4v_moe": "glm4v_moe_text",
     **dict.fromkeys(("nemotron_h_omni", "nemo_speechlm", "nemotron3_5_transcribe"), "nemotron_h"),
 }
-"""Types around one text model, whose type their configs may leave out."""
+"""Types around a single text model whose type their configs may omit."""
 PREFIXES = {
     "hybrid text under language_model": {
         "backbone.": "language_model.backbone.",
@@ -40,7 +40,7 @@ PREFIXES = {
     "text under model.text_model": {"model.": "model.text_model."},
     "text under language_model": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
 }
-"""Forms of a folder: beginnings of the text model's names alone, and inside of the larger model."""
+"""Forms of a folder: prefixes of the text model's names alone, and inside the larger model."""
 
 
 def wrapped(family: Family, model_type: str) -> Family:

@@ -11,16 +11,17 @@ from typing import Any
 
 CONFIG = "config.json"
 DRAFTED = "draft_vocabulary.pt"
-"""Beside a model, the ids of the tokens that its MTP layers draft, as SGLang reads them (--speculative-token-map)."""
+"""File with the ids of the draft vocabulary, as SGLang reads it (--speculative-token-map)."""
 INDEX_SHARE, INDEXER = "index_share_for_mtp_iteration", ".indexer."
-"""The key by which engines let later drafts take the keys of the first, and part of the names of what chooses them."""
+"""Key by which engines let later drafts reuse the keys chosen for the first, and names of the module that chooses them.
+"""
 TIED = "tie_word_embeddings"
 TEXT_KEYS = ("text_config", "llm_config")
-"""Config keys of a text model inside of a larger one; NVIDIA's folders have the second."""
+"""Config keys of a text model inside a larger one; NVIDIA's folders use the second."""
 LARGEST = 2**31
-"""No size of a model is larger; a file with a larger one is corrupted."""
+"""No size of a model is larger; a config with a larger one is corrupted."""
 LFS = b"version https://git-lfs.github.com/spec"
-"""Beginning of the text that stands for a file which `git lfs` has not fetched."""
+"""Beginning of the placeholder for a file that `git lfs` has not fetched."""
 _BESIDE_ROPE = ("rope_theta", "partial_rotary_factor")
 _ROPE_PLACES = ("rope_scaling", "rope_parameters")
 _ORIGINAL = "original_max_position_embeddings"
@@ -219,9 +220,9 @@ def counted_elsewhere(keys: Mapping[str, Any]) -> tuple[str, int]:
 
 
 CHOSEN = tuple("num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts".split())
-"""Config keys of the number of experts that a token is routed to."""
+"""Config keys for the number of experts that a token is routed to."""
 EXPERTS = tuple("n_routed_experts num_experts moe_num_experts num_local_experts".split())
-"""Config keys of the number of experts among which a router chooses."""
+"""Config keys for the number of experts that a router chooses from."""
 
 
 def are_words(value: Any) -> bool:

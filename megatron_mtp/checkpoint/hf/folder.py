@@ -33,9 +33,9 @@ from megatron_mtp.spec.kinds import DRAFTERS
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 UNLIKE_MODELS = {"fc.weight", "layers.0.self_attn.q_proj.weight"}
-"""Tensors of a drafter whose config names the architecture of whole models, and of no model."""
+"""Tensors of a drafter, but not of a model, whose config names the architecture of whole models."""
 COPY = "consolidated"
-"""Prefix of files that repeat the model in another format (Mistral's); they are ignored."""
+"""Prefix of files that repeat the model in another format (Mistral's); ignored."""
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -51,13 +51,13 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Types by their names in safetensors headers."""
+"""Dtypes by their names in safetensors headers."""
 PIECE = 2**24
-"""Bytes of a piece: small enough for the processor's caches."""
+"""Bytes of a piece, small enough for the processor's caches."""
 KINDS = {dtype: name for name, dtype in DTYPES.items()}
 ADAPTER = "adapter_config.json"
 BUFFERS = re.compile(r"(^|\.)rotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""Buffers that older saves hold beside the weights. The config implies them, so transformers and vLLM skip them."""
+"""Buffers that older saves store with the weights. The config implies them, so transformers and vLLM skip them."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Stored:
 
 
 Faults = list[tuple[ValueError, list[str]]]
-"""What is wrong in a folder, and the tensors that it lacks for that."""
+"""What is wrong in a folder, and which tensors are missing because of it."""
 
 
 class HFFolder:

@@ -10,7 +10,7 @@ from megatron_mtp.checkpoint.hf.config import DRAFTED
 
 NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", DRAFTED]
-"""The files that are downloaded: config, weights, tokenizer and list; no code, and no weights in other formats."""
+"""Files to download: config, weights, tokenizer and draft vocabulary; no code, and no weights in other formats."""
 
 REASONS = {
     "GatedRepoError": "its owner has to grant access; ask for it on the model's page, and give a token as HF_TOKEN",
@@ -19,7 +19,7 @@ REASONS = {
     "LocalEntryNotFoundError": "the Hub cannot be reached, and the model is not in the cache; give a folder",
     "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and the model is not in the cache; unset it, or give a folder",
 }
-"""Errors of huggingface_hub, in words for a user."""
+"""Errors of huggingface_hub in plain words."""
 
 
 def is_hub_name(name: str | Path) -> bool:

@@ -22,19 +22,19 @@ from megatron_mtp.checkpoint.hf.forms.integers import check_packed
 from megatron_mtp.checkpoint.hf.forms.table import FORMS
 
 ACTIVATIONS = re.compile(r"\.(((in|out)put|activation)_(scale|zero_point|global_scale)|[kvq]_(scale|zero_point))$")
-"""Endings of the scales of activations beside a weight, and of an attention's cache."""
+"""Suffixes of the scales of activations and of an attention's cache."""
 KEYS = ("quantization_config", "compression_config")
 """Keys of a config that describe its quantization, at the top or in `text_config`."""
 MODELOPT = "modelopt"
 SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": MODELOPT}
 """Files that describe older quantized releases, and their methods."""
 LISTS = "ignore modules_to_not_convert exclude_modules ignored_layers llm_int8_skip_modules".split()
-"""Keys under which methods list the modules that are not quantized."""
+"""Keys under which methods list unquantized modules."""
 SELECTIVE = "dynamic modules_in_block_to_quantize block_name_to_quantize extra_config quantized_layers".split()
-"""Keys by which a method chooses modules in ways that are not read here."""
+"""Keys that select modules in ways that are not supported here."""
 COMPRESSED = "compressed-tensors"
 PLAIN = re.compile(r"[\w.-]+")
-"""An entry of a list that is a name, and no pattern."""
+"""Matches an entry of a list that is a name rather than a pattern."""
 StoredParts = Mapping[str, StoredPart]
 """Shape and type of every tensor of a folder, by name."""
 

@@ -48,7 +48,7 @@ from megatron_mtp.spec.registry import Imported
 from megatron_mtp.spec.rope_scaling import yarn_factor
 
 Drafts = dict[str, Tensor]
-"""By name: the logits of drafts, [S, V] of a drafter of one layer or [K, V] of a block; DSpark's confidence."""
+"""By name: the logits of drafts, [S, V] for a drafter with one layer or [K, V] for a block; DSpark's confidence."""
 
 
 @exact_float32()
@@ -138,7 +138,7 @@ def drafts_of_both(folder: Path, mcore: Path, layers: Sequence[int], prompt: Pro
 
 
 REFERENCES: "Imported[type[Reference]]" = Imported({row.name: row.reference for row in DRAFTERS.values()})
-"""Computations of folders by kind."""
+"""Reference implementations by kind."""
 
 
 class Reference:

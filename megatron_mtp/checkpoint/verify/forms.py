@@ -24,12 +24,12 @@ from megatron_mtp.megatron.checkpoint.reader import DistReader, equal_bits, shar
 from megatron_mtp.model.arguments import check_trainable
 
 TOLERANCE = 1e-6
-"""Largest difference, relative to the largest number; for one rank in float32 none was seen."""
+"""Largest difference, relative to the largest value; on one rank in float32, none was found."""
 BOTH = "Megatron's GPT and its hybrid model"
 LENGTH = 16
 RATE = 1e-3
 NUMBERS = ("iteration", "optimizer", "opt_param_scheduler")
-"""What a checkpoint stores of a run's progress beside tensors."""
+"""What a checkpoint stores about a run's progress besides tensors."""
 
 
 @exact_float32()

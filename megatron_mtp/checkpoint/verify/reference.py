@@ -40,7 +40,7 @@ from megatron_mtp.checkpoint.verify.reference_forms import (
 
 PLAIN: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
 SEEING = ("vision", "visual", "projector")
-"""Parts of models that read images, which the logits of text do not need."""
+"""Parts of models that process images, which are not needed for the logits of text."""
 FRAME = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
 """Parts of an MTP layer around the inner layer (`DepthForm.frame`), by the names in which `MtpModel` reads them."""
 

@@ -42,13 +42,12 @@ Measured: at most 5e-6 for the families of the tests, 3e-6 for SmolLM2-135M, and
 epsilon of 1e-5, because transformers has 1e-6 in some of its norms.
 """
 ROUNDINGS, MOST_ROUNDING = 8, 1e-2
-"""Some models enlarge rounding: norms of recurrent layers divide states that can be small, routers choose by them, and
-single positions of SmolLM2-135M have large activations.
-
-So where logits differ by more than the tolerance, the model also runs with the last bit of its embedding changed. They
-may differ by this many times what that moves them, but by no more than this part of the largest logit. Measured: with
-38 random models of Qwen3-Next, Qwen3.5 and Nemotron-H, Megatron and transformers differ by at most 3.9 times as much;
-with SmolLM2-135M by 2.0e-3 at one random token, where the last bit moves 1.8e-3.
+"""Some models amplify rounding: norms of recurrent layers divide by states that can be small, routers choose by them,
+and single positions of SmolLM2-135M have large activations. So if logits differ by more than the tolerance, the model
+also runs with the last bit of its embedding changed. Logits may differ by this many times the effect of that change,
+but by no more than this fraction of the largest logit. Measured: with 38 random models of Qwen3-Next, Qwen3.5 and
+Nemotron-H, Megatron and transformers differ by at most 3.9 times as much; with SmolLM2-135M by 2.0e-3 at one random
+token, where the last bit changes 1.8e-3.
 """
 
 

@@ -32,7 +32,7 @@ DEFAULT_TREE = (4, 2)
 """4 + 8 nodes: 13 rows with t_m's."""
 
 MOST_NODES = 255
-"""Most nodes of a tree: what is scored and walked through in every step grows with their square."""
+"""Maximum number of nodes of a tree; the work of every step grows with their square."""
 
 
 @dataclass(frozen=True)

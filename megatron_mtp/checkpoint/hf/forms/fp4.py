@@ -31,7 +31,7 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 LARGEST_4 = 6.0
 """The largest of them."""
 BIAS = 127
-"""What is subtracted from the exponent in a byte of E8M0."""
+"""Subtracted from the exponent in a byte of E8M0."""
 
 
 def _shape_of_nibbles(group: int, parts: Mapping[str, StoredPart], numbers: Numbers) -> Shape:

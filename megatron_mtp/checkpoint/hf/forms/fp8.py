@@ -28,7 +28,7 @@ from megatron_mtp.checkpoint.hf.forms.form import (
 from megatron_mtp.checkpoint.hf.forms.scales import grouped, number, result, scale_of
 
 FP8_SCALES = ("weight_scale_inv", "weight_scale", "scale")
-"""What the scale of FP8 is called: by DeepSeek-V3, by others, by DeepSeek-V4."""
+"""Names of FP8 scales: DeepSeek-V3's, others', DeepSeek-V4's."""
 
 
 def _fp8_scale(parts: Mapping[str, Any]) -> Any:

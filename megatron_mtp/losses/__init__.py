@@ -44,7 +44,7 @@ LOSSES: "Registry[type[TokenLoss]]" = Registry(
 
 
 READ_BY_LOSSES = ("mtp_temperature", "mtp_lk_eta", "mtp_label_smoothing", "mtp_z_loss")
-"""Settings that some losses read."""
+"""Settings that only some losses read."""
 
 
 def depth_loss(settings: MTPConfig) -> "TokenLoss":

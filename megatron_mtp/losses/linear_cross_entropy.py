@@ -46,13 +46,15 @@ from megatron_mtp.losses.weight_gradient import (
 from megatron_mtp.model.vocabulary import Vocabulary
 
 FLOAT16_GRADIENT = 2.0**8
-"""The size to which the largest gradient of a float16 logit is scaled in the forward pass, before Megatron's loss scale
-applies: unscaled gradients of unlikely tokens would be smaller than float16's smallest number. Hidden gradients,
-which are sums over V, need the range above."""
+"""Target size of the largest gradient of a float16 logit in the forward pass, before Megatron's loss scale applies:
+unscaled gradients of unlikely tokens would be smaller than float16's smallest number. Hidden gradients, which are sums
+over V, need the range above.
+"""
 
 ENTRIES = 512
-"""Logits of a position that one product makes on a CPU: the library first copies the weight into an order of its own,
-and what it copies then stays in a core's cache. With 64 to 128 positions that takes a seventh less time."""
+"""Logits of a position that one product computes on a CPU. The library first copies the weight into its own layout, and
+the copy then stays in a core's cache. With 64 to 128 positions that takes a seventh less time.
+"""
 
 
 @dataclass(frozen=True)
@@ -385,19 +387,21 @@ def _logits(product_NV: Tensor, vocabulary: Vocabulary) -> Tensor:
 # that all ranks walk over the same chunks.
 
 CHUNK_BYTES = 64 * 2**20
-"""Float32 logits of one chunk on a CPU; more gains nothing."""
+"""Bytes of float32 logits of one chunk on a CPU; a larger chunk is not faster."""
 
 CHUNK_BYTES_CUDA = 2**30
-"""On a GPU a product has to be large enough to fill the card. With half as much, `ce` of 131,072 entries takes an H200
-a seventh more time, and no less memory: the gradient of the head needs more."""
+"""Bytes of float32 logits of one chunk on a GPU, where a product must be large enough to fill the card. With half as
+much, `ce` of 131,072 entries takes an H200 a seventh more time and no less memory: the gradient of the head needs more.
+"""
 
 LEAST_POSITIONS = 256
-"""Positions of a chunk, whatever their logits need: with half as many, products are a tenth slower."""
+"""Fewest positions of a chunk, however much memory their logits need: with half as many, products are a tenth slower.
+"""
 
 BLOCK_BYTES = 2**20
-"""The part of a chunk that a CPU hands to the loss at once: its passes over the logits then run in a core's own cache,
-3 to 6 times as fast as over the whole chunk. Not where several ranks share the vocabulary: every block has
-collectives."""
+"""Part of a chunk that a CPU hands to the loss at once. Its passes over the logits then stay in a core's own cache, 3
+to 6 times as fast as over the whole chunk. Not used if several ranks share the vocabulary: every block has collectives.
+"""
 
 
 def chunks(positions: int, entries: int, is_cuda: bool, most: int | None = None, together: int = 1) -> Iterator[slice]:

@@ -14,7 +14,7 @@ from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 from megatron_mtp.spec.config import MTPConfig, are_weights, number_of
 
 UNNAMED = ("ce", "kd", "tv")
-"""The losses that numbers without names weigh."""
+"""Losses that a list of weights without names refers to."""
 
 
 @dataclass(frozen=True)

@@ -129,4 +129,4 @@ PLAIN_LOSSES: dict[str, Callable[[Whole], Tensor]] = {
     "dpace": _ce,
     "mix": _mix,
 }
-"""Each returns loss_N."""
+"""Loss functions by name; each returns loss_N."""

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK, WARPS = 4096, 8
-"""Logits of a row that a program has in registers at once, and the warps that share them."""
+"""Logits of a row that a program holds in registers at once, and the warps that share them."""
 
 GAP = {"LARGEST_GAP": LARGEST_GAP, "FLOOR": math.exp(-LARGEST_GAP)}
 
@@ -233,4 +233,4 @@ KERNELS: dict[type[TokenLoss], Callable[[Any, Products, Tensor], None]] = {
     Divergence: _divergence,
     **dict.fromkeys((TotalVariation, NegativeLogOverlap, AdaptiveDivergence, AcceptedLength), _overlap),
 }
-"""Each writes losses, and the gradient over the products."""
+"""Kernels by loss; each writes losses, and overwrites the products with the gradient."""

@@ -21,21 +21,24 @@ import torch
 from torch import Tensor
 
 BLOCK_BYTES, BLOCK_BYTES_CUDA = 8 * 2**20, 128 * 2**20
-"""Float32 rows of a gradient that are made at once."""
+"""Bytes of float32 rows of a gradient that are computed at once."""
 
 BLOCKS = 16
-"""A gradient is cut into at least so many blocks, so that small ones too need next to no memory beside them."""
+"""Least number of blocks of a gradient, so that the blocks of small gradients also need almost no extra memory."""
 
 MANY = 4
-"""From so many positions on, as multiples of H, a CPU needs a fourth of the memory of a head with all logits at most.
-With fewer, where the sum alone is more than that, a chunk's logits are at most as large as the sum. Every chunk costs a
-pass over the sum."""
+"""Number of positions, as a multiple of H, from which a CPU needs at most a fourth of the memory of a head with all
+logits. With fewer, if the sum alone is larger than that, a chunk's logits are at most as large as the sum. Every chunk
+costs a pass over the sum.
+"""
 
 LEAST_BYTES = 8 * 2**20
-"""Float32 logits of a chunk on a CPU, whatever the sum needs: smaller ones cost time and save nothing that counts."""
+"""Least bytes of a chunk's float32 logits on a CPU, whatever the size of the sum: smaller chunks cost time and save
+almost nothing.
+"""
 
 CHUNKS_BESIDE_SUM_CUDA = 2
-"""On a GPU, a chunk's logits are at most such a part of the sum, or of a fourth of all logits where that is more."""
+"""On a GPU, largest share of the sum, or of a fourth of all logits if that is more, that a chunk's logits take."""
 
 
 @dataclass(frozen=True)

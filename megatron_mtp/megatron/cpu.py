@@ -36,13 +36,12 @@ class Substitution:
 
 
 SUBSTITUTIONS: list[Substitution] = []
-"""What is substituted in this process; empty until `install()`."""
+"""Substitutions made in this process; empty until `install()`."""
 
 ONEDNN_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "1"}
-"""Entries of oneDNN's and of torch's caches of compiled products; both read them at their first product.
-
-In bfloat16 there is an entry for each shape, half a megabyte in both, and 1,024 fit by default: prompts of all lengths
-filled a gigabyte. The second cache only repeats the first.
+"""Environment variables that size oneDNN's and torch's caches of compiled products; both read them at their first
+product. In bfloat16 there is an entry for each shape, half a megabyte in both, and 1,024 fit by default: prompts of all
+lengths filled a gigabyte. The second cache only repeats the first.
 """
 
 _FACTORIES = (

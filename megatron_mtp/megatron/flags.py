@@ -26,7 +26,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("a number, 0 for no clipping", math.isfinite, "clip_grad"),  # silent: NaN clips nothing
     ("a number from 0 to less than 1", lambda number: 0 <= number < 1, "sgd_momentum"),  # silent: it diverges
 )
-"""Allowed values, and the arguments that Megatron takes with other values too."""
+"""Allowed values of arguments for which Megatron also accepts other values."""
 
 
 class Unsupported(NamedTuple):

@@ -3,7 +3,7 @@
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
 RECURRENT = (Symbols.MAMBA, Symbols.GDN)
-"""Layers with states."""
+"""Symbols of layers with recurrent states."""
 KINDS = {
     Symbols.ATTENTION: "attention",
     Symbols.MLA: "latent attention",
@@ -13,9 +13,9 @@ KINDS = {
     Symbols.MAMBA: "Mamba-2",
     Symbols.GDN: "Gated DeltaNet",
 }
-"""The symbols of a pattern, in words."""
+"""Layer symbols of a pattern, with their descriptions."""
 SHARDED_STACK = "mtp_model_layer"
-"""The name of a depth's stack in checkpoints, which Megatron's own MTP uses too."""
+"""Name of a depth's stack in checkpoints; Megatron's own MTP uses it too."""
 
 
 def without_stages(pattern: str) -> str:
@@ -30,7 +30,7 @@ def trunk_and_depths(pattern: str) -> tuple[str, list[str]]:
 
 
 CHANNEL_MIXERS = Symbols.MLP + Symbols.MOE
-"""Layers that mix no positions."""
+"""Symbols of layers that do not mix positions."""
 
 
 def symbols_of_a_layer(pattern: str | None) -> int:

@@ -80,10 +80,10 @@ GIVEN_GPUS = (
     "CUDA_VISIBLE_DEVICES SLURM_JOB_GPUS SLURM_STEP_GPUS SLURM_GPUS SLURM_GPUS_ON_NODE SLURM_GPUS_PER_NODE "
     "SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK"
 ).split()
-"""Variables by which a launcher gives GPUs to a job."""
+"""Environment variables with which a launcher assigns GPUs to a job."""
 
 NO_GPUS = ("", "0", "-1", "NoDevFiles", "void", "none")
-"""Values of them that give none; of CUDA_VISIBLE_DEVICES, 0 is a device."""
+"""Values of these variables that assign no GPU; in CUDA_VISIBLE_DEVICES, 0 is a device."""
 
 
 def check_device(on_cpu: bool) -> None:

@@ -37,7 +37,7 @@ from megatron_mtp.spec.head import HeadSpec, TrunkSpec
 from megatron_mtp.spec.rope_scaling import MSCALES, megatrons_scaling, scaling_of, yarn_factor
 
 CUDA, TE, APEX = "CUDA device", "Transformer Engine", "Apex's fused weight gradients"
-"""Things that a machine may lack."""
+"""Software and hardware that a machine may not have."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ MACHINE_SETTINGS = (
     MachineSetting("bias_dropout_fusion", False, (CUDA, TE)),
     MachineSetting("moe_token_dispatcher_type", "allgather", (CUDA, TE)),
 )
-"""Settings that Megatron needs on a machine that lacks something, in training, drafting and proofs alike."""
+"""Settings that Megatron needs on a machine without one of these, in training, drafting and proofs."""
 
 
 def flags_without(lack: str) -> list[str]:
@@ -138,14 +138,15 @@ class DepthFields:
     mtp: MTPConfig = field(default_factory=MTPConfig)
     """Settings of the run."""
     drafter_steps: int = 0
-    """Tokens that a drafter beside MTP layers drafts; 0 without one."""
+    """Tokens that a drafter drafts in addition to MTP layers; 0 without a drafter."""
     mtp_init_seed: int = 0
     absent: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Layers that the checkpoint to load lacks, by head; all of a drafter's are number 0."""
+    """Layers that the checkpoint to load does not have, by head; all layers of a drafter are number 0."""
     draft_vocabulary: Tensor | None = None
     absent_draft_vocabulary: bool = False
     true_vocab_size: int | None = None
-    """Tokens; `vocab_size` also counts the rows that Megatron appends to them. None if every row is a token."""
+    """Number of tokens; `vocab_size` also counts the padding rows that Megatron appends. None if every row is a token.
+    """
 
     @property
     def heads(self) -> list[HeadSettings]:
@@ -302,7 +303,9 @@ _OF_MODEL = {
     "rope_scaling_factor": "rope_scaling_factor",
     "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
 }
-"""Arguments of rotary positions with their fields in a model's configuration; YaRN's are in that of its layers."""
+"""Arguments of rotary positions with their fields in a model's configuration; YaRN's are in the configuration of its
+layers.
+"""
 
 
 def _has_latent(args: Namespace) -> bool:

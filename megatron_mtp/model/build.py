@@ -93,7 +93,7 @@ def build(config: MTPModelConfig, groups: ProcessGroupCollection | None = None, 
 
 
 Specs = tuple[dict[str, Any], MultiTokenPredictionLayerSubmodules | None]
-"""Arguments of a model's class that say what its layers are, and the spec of an MTP layer; None without any."""
+"""Arguments of a model's class that specify its layers, and the spec of an MTP layer; None without MTP layers."""
 
 
 class AttachingBuilder(ABC):

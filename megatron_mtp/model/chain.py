@@ -15,7 +15,8 @@ from megatron_mtp.model.mixing import Mixer
 from megatron_mtp.model.trunk_output import Angles, AttentionInputs
 
 Layer = Callable[[Tensor, Tensor, AttentionInputs, Tensor | None], Tensor]
-"""A depth: the state and the embedding that it reads, both [S, B, H], attention, mask [B, S]; see `mtp.py`."""
+"""Function of a depth: takes its input state and embedding, both [S, B, H], attention, and mask [B, S]; see `mtp.py`.
+"""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 NOT_DRAFTED = -1
-"""The index of a token outside of the draft vocabulary."""
+"""Index of a token outside the draft vocabulary."""
 
 
 class DraftVocabulary(nn.Module):

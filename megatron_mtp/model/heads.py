@@ -23,7 +23,7 @@ BLOCKS: "Imported[type[DrafterBlock]]" = Imported({row.name: row.block for row i
 """Modules of drafters by kind."""
 
 OWN_HEAD = "layers.0.head"
-"""A drafter's rows of the draft vocabulary, within its block."""
+"""Name, within a drafter's block, of its output head for the draft vocabulary."""
 
 
 @dataclass(frozen=True)

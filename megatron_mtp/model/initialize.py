@@ -142,17 +142,17 @@ def _pass_hidden_state(weight: Tensor, block: MultiTokenPredictionBlock) -> Tens
 #     [rows, columns] over two ranks      cut by rows: each draws its own; by columns: both draw all, each keeps half
 
 DRAWN = "linear_", "eh_proj", "fc", "router", "gate_weight", "in_proj", "out_proj", "softmax_offset"
-"""First letters of the names of matrices, or of the modules that hold them."""
+"""Name prefixes of matrices that are drawn at random, or of the modules that hold them."""
 
 TO_RESIDUAL = ("linear_proj", "linear_fc2", "out_proj")
 NORM_WEIGHT = "layer_norm_weight"
 ZERO = "bias", "layer_norm_bias", "expert_bias", "head"
-"""Biases, and a drafter's own rows of the output head, which it copies afterwards."""
+"""Parameters that start at zero: biases, and a drafter's own rows of the output head, which it copies afterwards."""
 CONVOLUTION, KERNEL = "conv1d", 4
 """Module of a causal convolution, and its width in Mamba layers."""
 MAMBA = "mixer"
 A_RANGE, DT_RANGE, LEAST_DT = (1.0, 16.0), (1e-3, 0.1), 1e-4
-"""Megatron's defaults of `MambaMixer` and `GatedDeltaNet`."""
+"""Megatron's defaults in `MambaMixer` and `GatedDeltaNet`."""
 
 Part = tuple[int | slice, ...]
 

@@ -40,7 +40,7 @@ class LatentSelfAttention(MLASelfAttention):
 
 
 PLAIN_QUERIES = {MLASelfAttention: LatentSelfAttention}
-"""What stands in specs of Transformer Engine's layers for Megatron's own module."""
+"""Modules that replace Megatron's own in specs of Transformer Engine's layers."""
 
 
 class PortableLatentAttention(LatentSelfAttention):

@@ -36,7 +36,7 @@ from megatron_mtp.model.shared_keys import FirstPassKeys
 from megatron_mtp.model.trunk_output import AttentionInputs
 
 SHARDED_TF_LAYER = "transformer_layer"
-"""The name of `tf_layer` in checkpoints, which Megatron's own MTP uses too."""
+"""Name of `tf_layer` in checkpoints; Megatron's own MTP uses it too."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from megatron_mtp.model.packed_rows import bounds_of, offsets_of
 from megatron_mtp.model.specs import having
 
 CHUNK = 64
-"""Positions of a chunk: the matrices within chunks grow with it, the number of steps between chunks falls."""
+"""Positions of a chunk: a larger one has larger matrices within chunks, and fewer steps between chunks."""
 
 
 def documents_of(offsets: Tensor | None, like_BLC: Tensor) -> Tensor:

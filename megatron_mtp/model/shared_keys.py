@@ -140,7 +140,7 @@ WITH_CHAIN: dict[Any, Any] = {
     PortableAttention: SharingAttention,
     PortableLatentAttention: ChainedLatentAttention,
 }
-"""What stands in the spec of a repeated layer, without and with a chain of its passes' own."""
+"""Attention modules in the spec of a repeated layer, and their replacements if its passes have a chain of their own."""
 
 Sharing = SharingAttention | FirstPassKeys
 

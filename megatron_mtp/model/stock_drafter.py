@@ -21,9 +21,9 @@ from megatron_mtp.spec.head import HeadSpec, TrunkSpec
 
 ROPE = ("rope", "yarn")
 BASE = 10_000.0
-"""The base of angles of a drafter whose trunk has none."""
+"""Rotary base of a drafter whose trunk has none."""
 SPECS = "mtp_drafters"
-"""Attribute of every stage: the drafters of the last one, by the names of their modules."""
+"""Attribute of every pipeline stage: drafters of the last stage, by their module names."""
 
 
 def described(chunk: Any, settings: MTPConfig, tokens: int | None) -> HeadSpec:

@@ -9,10 +9,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 Turns = Tensor | tuple[Tensor, Tensor]
-"""Megatron's rotary angles of all positions, or those of queries and of keys."""
+"""Megatron's rotary angles of all positions, or a pair for queries and for keys."""
 
 Angles = Callable[[int], Turns]
-"""From a number of positions to the angles of a pass whose queries stand so many positions later."""
+"""Function from a number of positions to the angles of a pass whose queries are that many positions later."""
 
 
 @dataclass(frozen=True)

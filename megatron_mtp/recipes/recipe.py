@@ -25,7 +25,7 @@ MEANINGLESS_WITHOUT = {
     "mtp-loss-final-factor": "mtp-loss-schedule",
     "mtp-loss-schedule-steps": "mtp-loss-schedule",
 }
-"""Settings that say more about another one: a command line that gives the latter leaves both out of the recipe."""
+"""Settings that refine another setting. If a command line gives the other setting, both are left out of the recipe."""
 
 
 @dataclass(frozen=True)

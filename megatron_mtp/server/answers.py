@@ -18,7 +18,7 @@ from megatron_mtp.server.detokenizer import OutputText
 from megatron_mtp.server.protocol import APIError, Body, ChatBody, CompletionBody
 
 MIN_LOGPROB = -9999.0
-"""Log-probability of what is impossible: JSON has no infinity."""
+"""Log-probability of an impossible token: JSON has no infinity."""
 
 DONE = format_sse_event(data_str="[DONE]")
 

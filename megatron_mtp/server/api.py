@@ -52,19 +52,19 @@ from megatron_mtp.server.protocol import (
 )
 
 SHUTDOWN_GRACE_S = 10
-"""Seconds in which clients read the end of what they asked for, after the last token of all requests."""
+"""Seconds that clients have to read the end of their responses, after the last token of all requests."""
 
 GONE = 499
-"""Status in logs and metrics of a client that went away, as nginx has it; nobody reads it."""
+"""Status in logs and metrics for a client that disconnected, as in nginx; no client reads it."""
 
 NO_ROUTE = "other"
-"""Label in the metrics of paths that are not served, and of requests that are refused before they are routed."""
+"""Metrics label for paths that are not served, and for requests refused before routing."""
 
 PROGRESS_S = 10
-"""Seconds between two lines on what the engine does."""
+"""Seconds between two log lines on the engine's progress."""
 
 UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""Headers of a stream that proxies pass on as it comes."""
+"""Headers that make proxies pass a stream on without buffering."""
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_SHARED_CHARS = 2**16
-"""A text of more characters is tokenized alone, so that several long prompts leave time for steps."""
+"""Longest text in characters that is tokenized together with others, so that several long prompts leave time for steps.
+"""
 
 MAX_COMPOSED_CHARS = 4
-"""Characters that the normal form C makes one of, at most."""
+"""Most characters that the normal form C combines into one."""
 
 READ_ROLES = ("user", "assistant", "tool", "function")
-"""Roles whose messages templates may write in part, such as without what an assistant thought."""
+"""Roles whose messages a template may write only in part, such as an assistant's message without its reasoning."""
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 

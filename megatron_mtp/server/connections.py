@@ -10,13 +10,14 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 ARRIVAL_S = 30.0
-"""Seconds from the first byte of a connection or a request to the request's last one; then the connection is closed."""
+"""Seconds from the first byte of a connection or a request to the request's last byte; then the connection is closed.
+"""
 
 OPEN_FILES = 2**16
-"""Soft limit of open files that the server asks for; each connection is one. The usual limit is 1,024."""
+"""Soft limit of open files that the server requests; each connection is one. The usual limit is 1,024."""
 
 REPEAT_S = 60.0
-"""Seconds between two lines that say that no connection can be accepted."""
+"""Seconds between two log lines that no connection can be accepted."""
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,9 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 CONTEXT = 8
-"""Newest tokens of a prompt, by which the first new one is written: with a leading space, or inside of a character."""
+"""Number of the prompt's last tokens that are decoded with the first new one, which may need a leading space or
+complete a character.
+"""
 
 UNFINISHED = "\ufffd"
 

@@ -12,16 +12,15 @@ from prometheus_client.registry import Collector
 from megatron_mtp.decoding.requests import Finish, Load
 
 CANCELLED = "cancelled"
-"""Why a request ended whose client has gone."""
+"""Finish reason of a request whose client disconnected."""
 
 PREFIX = "megatron_mtp_"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Borders of the histograms."""
+"""Bucket boundaries of the histograms."""
 
 MetricRows = dict[str, tuple[str, Callable[[Load], float | Sequence[float]]]]
-"""Name to what it is, and its value, or one for each position of a draft.
-
-Names end like vLLM's, so that one query reads both: megatron_mtp_num_requests_running for vllm:num_requests_running.
+"""Name of a metric to its description, and its value, or one value for each position of a draft. Names end like vLLM's,
+so that one query reads both: megatron_mtp_num_requests_running for vllm:num_requests_running.
 """
 
 GAUGES: MetricRows = {

@@ -25,10 +25,10 @@ IDLE_TIMEOUT = timedelta(days=365)
 """How long ranks wait for a request."""
 
 SentRequest = tuple[Request, tuple[str, ...], int]
-"""A request without its detokenizer, with its stop strings and the tokens before these."""
+"""A request without its detokenizer, with its stop strings and the tokens before them."""
 
 RankMessage = list[SentRequest | int]
-"""Requests, and numbers of those that are cancelled."""
+"""New requests, and numbers of cancelled requests."""
 
 
 def sent_request(request: Request) -> SentRequest:

@@ -16,7 +16,7 @@ from megatron_mtp.decoding import update_weights as decoding
 from megatron_mtp.server.async_engine import AsyncEngine
 
 RUNNING = ("finish", "abort")
-"""What becomes of running requests: tokens that went out cannot be taken back, so they never restart."""
+"""What happens to running requests: tokens that were sent cannot be taken back, so requests never restart."""
 
 
 def update_weights(

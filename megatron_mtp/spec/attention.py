@@ -13,7 +13,9 @@ from typing import Any
 from megatron_mtp.spec.rope_scaling import MSCALES, scaling_of
 
 OF_LATENT_TRUNKS = (128, 64, 32, 16, 8)
-"""Channels of a head behind latent attention: the first of which a multiple of 8 heads fills the hidden size."""
+"""Channels of a head if the trunk has latent attention: the first value for which a multiple of 8 heads fills the
+hidden size.
+"""
 
 
 def parsed_scaling(text: str, is_latent: bool = False) -> dict[str, Any] | None:
@@ -116,7 +118,7 @@ OWN_SIZES = {
 """Numbers among the settings of a drafter's sizes."""
 
 GROUPED = ("drafter_num_query_groups", "drafter_kv_channels")
-"""Those that only grouped queries have."""
+"""Settings that only grouped-query attention has."""
 
 SIZE_SETTINGS = (*OWN_SIZES, "drafter_rope_scaling", "drafter_multi_latent_attention")
 """All settings of a drafter's sizes."""
@@ -223,7 +225,7 @@ def _text(scaling: dict[str, Any] | None) -> str:
 
 
 CAUSAL, CAUSAL_IN_WINDOWS = 1, 2
-"""Values of --drafter-causal: every layer of a block drafter is causal, or those with a window alone."""
+"""Values of --drafter-causal: every layer of a block drafter is causal, or only layers with a window."""
 
 
 def windows_of(

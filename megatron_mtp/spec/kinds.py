@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from megatron_mtp.spec.registry import Registry
 
 STEPS = 7
-"""Tokens that a drafter learns to draft, unless --drafter-steps says otherwise."""
+"""Default of --drafter-steps: tokens that a drafter learns to draft."""
 
 BLOCK_LAYERS, MARKOV_RANK, BLOCKS, GRU_SIZE = 5, 256, 512, 1024
-"""Defaults of block drafters: layers, rank of the bias by the tokens before, blocks of a sequence, numbers of the state
-that a bias by all tokens before keeps."""
+"""Defaults of block drafters: layers, rank of the bias by the previous token, blocks of a sequence, and state size of a
+bias by all previous tokens.
+"""
 
 
 def spread_layers(layers: int, depth: int | None = None) -> tuple[int, ...]:
@@ -157,10 +158,10 @@ SETTINGS_OF_BLOCKS: dict[str, int | None] = {
 """Settings of kinds that fill blocks, with their defaults."""
 
 MARKOV: dict[str, float | None] = {"markov_w1": None, "markov_w2": 0}
-"""How the matrices of a bias by the token before begin: it is 0."""
+"""Initial values of the matrices of a bias by the previous token, None for random: the bias starts at 0."""
 
 DRAFTERS: Registry[DrafterKind] = Registry("megatron_mtp.heads", {})
-"""Kinds by name. All of them, ours too, are registered by entry points."""
+"""Drafter kinds by name. All of them, including those of this package, are registered by entry points."""
 
 
 CALLED_ELSEWHERE = {
@@ -168,7 +169,7 @@ CALLED_ELSEWHERE = {
     "medusa": "such heads are MTP layers: --mtp-num-layers N --mtp-architecture parallel --mtp-train-only",
     "mtp": "MTP layers are --mtp-num-layers",
 }
-"""Names of drafters that are not kinds here, in small letters and digits, and what they are."""
+"""Names of drafters that are not kinds here, in lower-case letters and digits, with a description."""
 
 
 def fitted_kind() -> DrafterKind:

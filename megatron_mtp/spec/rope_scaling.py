@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, override
 
 LARGEST = 2**31
-"""Numbers of a scaling are below it."""
+"""Upper limit of numbers in a scaling, exclusive."""
 
 OTHER_KEYS = ("rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved", "finetuned")
-"""Keys beside those of a scaling; a drafter has the positions of text, which are the same in all sections."""
+"""Keys that are not part of a scaling. A drafter has the positions of text, which are the same in all sections."""
 
 MSCALES = ("mscale", "mscale_all_dim")
-"""Settings of YaRN that change the scores of latent attention too, and only the angles of other attention."""
+"""Settings of YaRN that also change the scores of latent attention; in other attention they change only the angles."""
 
 Argument = Callable[[str], Any]
-"""From the name of one of Megatron's arguments to its value; None where it is not set."""
+"""Function from the name of one of Megatron's arguments to its value; None if it is not set."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Scaling:
     positions: ClassVar[str] = "rope"
     """Megatron's `position_embedding_type`, and its `rope_type` in latent attention."""
     in_latent: ClassVar[bool] = True
-    """Whether Megatron's latent attention has it."""
+    """Whether Megatron's latent attention supports it."""
 
     def is_on(self, argument: Argument, is_latent: bool) -> bool:
         """Return whether Megatron's arguments enable this scaling, for latent or other attention."""
@@ -213,7 +213,7 @@ SCALINGS: dict[str, Scaling] = {
         (*MSCALES, "attention_factor", "truncate"),
     ),
 }
-"""Scalings by transformers' names. Where Megatron's arguments ask for several, the last one counts."""
+"""Scalings by their names in transformers. If Megatron's arguments ask for several, the last one counts."""
 
 
 def scaling_arguments(is_latent: bool) -> tuple[str, ...]:

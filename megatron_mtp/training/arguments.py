@@ -76,7 +76,7 @@ CUDA_ALONE = {
     "--cuda-graph-impl": ("none", "layers of trunk and MTP are recorded by CUDA"),
     "--cpu-offloading-num-layers": (0, "Transformer Engine takes activations, of the trunk's layers alone, to the CPU"),
 }
-"""Flags without a use on a CPU, with the value that leaves them out, and why."""
+"""Flags that have no use on a CPU, with the value that turns them off, and the reason."""
 
 
 def check_device_flags(args: Namespace) -> None:

@@ -75,7 +75,7 @@ def check_flags(args: Namespace, settings: MTPConfig) -> None:
 
 
 Sentences = Iterator[str]
-"""What is wrong with the flags, sentence by sentence."""
+"""Problems with the flags, one sentence each."""
 
 
 def _of_the_run(args: Namespace) -> Sentences:
@@ -306,7 +306,7 @@ def _of_shared_keys(args: Namespace) -> Sentences:
 
 
 Refused = Iterator[tuple[object, str, str]]
-"""Whether something is given, what that is, and why it is refused."""
+"""Whether a flag is given, its name, and the reason why it is refused."""
 
 
 def _without_keys(args: Namespace) -> Refused:

@@ -18,10 +18,10 @@ from megatron_mtp.megatron.checkpoint.reader import root_of
 from megatron_mtp.training.short_log import say
 
 MOMENTS = {"adam": 2, "sgd": 1}
-"""Numbers in float32 that an optimizer keeps for each that it trains; other optimizers count as none."""
+"""Float32 numbers that an optimizer keeps for each trained parameter; optimizers that are not listed count as zero."""
 
 LEFT = 2**20
-"""A disk with less is full: the files of a checkpoint have buffers of about that size."""
+"""Free bytes below which a disk counts as full: the files of a checkpoint have buffers of about this size."""
 
 
 def check_room(args: Namespace, chunks: Iterable[torch.nn.Module], has_optimizer: bool) -> None:

@@ -19,7 +19,7 @@ from megatron_mtp.common.acceptance import EXPECTED_LENGTH, BySource, figures_of
 from megatron_mtp.data.sources import sources_of
 
 Documents = tuple[Tensor, Tensor]
-"""Numbers of documents [N], and their counts of acceptance [N, 4, D]."""
+"""Document numbers [N], and their acceptance counts [N, 4, D]."""
 
 
 def named_prefixes(args: Namespace) -> list[str]:
@@ -65,7 +65,7 @@ def by_source(documents: Mapping[int, Any], args: Namespace) -> dict[str, dict[i
 
 
 MOST_CONTEXTS = 64
-"""Numbers of a group's contexts are those of the group times this, and more."""
+"""Multiplier that maps a group's number to the numbers of its contexts."""
 
 
 def numbers_of_contexts(document_BS: Tensor, lengths: Sequence[int]) -> Tensor:

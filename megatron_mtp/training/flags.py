@@ -61,7 +61,7 @@ OF_OTHER_TRAINERS = {
     **dict.fromkeys(("--dataset", "--train-file", "--train-data-file"), _CORPUS),
     "--gradient-checkpointing": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
-"""Flags of other trainers, and what to give in their place."""
+"""Flags of other trainers, and what to use instead."""
 
 
 def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -110,7 +110,7 @@ def add_chat_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 CHAT_FLAGS = ("chat_count_empty_thinking", "chat_mask_history", "chat_skip_bad_lines")
-"""Flags that change nothing without --chat."""
+"""Flags that have no effect without --chat."""
 
 
 def add_counting_arguments(group: _ActionsContainer) -> None:
@@ -147,7 +147,7 @@ def all_parser(program: str) -> ArgumentParser:
 # --- --config --------------------------------------------------------------------------------------------------------
 
 NOT_IN_A_FILE = {"config", "dry-run", "help", "help-megatron", "list-losses", "recipe", "verbose"}
-"""Flags that act before the file is read."""
+"""Flags that take effect before the file is read."""
 
 SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 

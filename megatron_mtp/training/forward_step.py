@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from megatron_mtp.training.state_cache import StateCache
 
 SPIKE = 10
-"""`--check-for-spiky-loss` reports a loss that is this many times the largest so far."""
+"""Factor over the largest loss so far at which `--check-for-spiky-loss` reports a loss."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from megatron_mtp.training.short_log import say
 
 FLAGS = {"load": "--load", "pretrained_checkpoint": "--pretrained-checkpoint"}
 POSITIONS = ("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved")
-"""Arguments that say how positions turn queries and keys, beside those of a scaling."""
+"""Arguments of rotary positions, without those of a scaling."""
 OTHER_FORMATS = ("torch_dcp", "fsdp_dtensor")
 """Formats without `metadata.json`; Megatron reads them by --ckpt-format."""
 

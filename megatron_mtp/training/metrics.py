@@ -42,19 +42,19 @@ from megatron_mtp.training.run_files import (
 from megatron_mtp.training.short_log import say
 
 MTP, DRAFTER = HEADS.values()
-"""What figures are called by: what drafts, and a drafter beside MTP layers."""
+"""Name prefixes of metrics: of the heads that draft, and of a drafter in addition to MTP layers."""
 
 Rates = dict[str, AcceptanceStats]
-"""Acceptance of what drafts, and of a drafter beside MTP layers: `MTP` and `DRAFTER`, where measured."""
+"""Acceptance of the heads that draft, and of a drafter in addition to MTP layers: `MTP` and `DRAFTER`, if measured."""
 
 MTP_GRAD_NORM = "mtp grad norm"
-"""Norm of the MTP layers' gradients, where they are clipped by themselves."""
+"""Norm of the MTP layers' gradients, if they are clipped separately."""
 
 MTP_RATE, LAMBDA = "mtp learning rate", "lambda"
-"""Learning rate of the MTP layers, where it is their own; weight of their loss, where it has a schedule."""
+"""Learning rate of the MTP layers, if they have their own; weight of their loss, if it has a schedule."""
 
 THROUGHPUT = "TFLOP/s/GPU"
-"""Megatron's count of a step's operations by its time, where --log-throughput asks for it."""
+"""Megatron's operations per second of a step, if --log-throughput is given."""
 
 
 @dataclass
@@ -147,7 +147,7 @@ class PrintedTables(Reporter):
 
 
 Measure = Callable[[Any, Namespace], dict[str, float]]
-"""From the model of a run, as Megatron's loop has it, and the arguments to further figures of an evaluation."""
+"""Function from the model of a run, as Megatron's loop has it, and the arguments to more metrics of an evaluation."""
 
 
 class Metrics:

@@ -68,7 +68,7 @@ OF_A_MODEL = (
     ),
     Needed("--micro-batch-size", "the sequences of a microbatch", lambda args: args.micro_batch_size is None),
 )
-"""Needed by a plan, too."""
+"""Arguments that a plan needs too."""
 
 OF_A_RUN = (
     Needed(

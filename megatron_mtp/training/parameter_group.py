@@ -126,9 +126,9 @@ def _clip_apart(optimizer: Any, clip_grad: float) -> None:
 # --- the schedule of the flags ---------------------------------------------------------------------------------------
 
 SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""What the schedule reads of a parameter group, in the place of its own values."""
+"""Values of a parameter group that the schedule reads instead of its own."""
 STRUCTURE = ("optimizer", "wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""What else Megatron pairs the groups of a checkpoint with those of a run by."""
+"""Further fields by which Megatron matches the groups of a checkpoint to those of a run."""
 
 
 def keep_schedule(optimizer: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 OF_DIGEST = ("tokens", "position_ids", "cu_seqlens", "cu_seqlens_padded")
-"""Entries of a batch on which a trunk's states depend."""
+"""Entries of a batch that determine a trunk's states."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ PATTERN, SHARES = "--hybrid-layer-pattern", "--mtp-repeated-layer-shares-kv"
 FIRST_PASS = "--mtp-repeated-layer-first-pass-kv"
 
 WITHOUT_DEPTHS = ("mtp_metrics_dir", "mtp_linear_ce_main", "mtp_mask_prompts")
-"""Settings of ours that a run without MTP layers has a use for."""
+"""Settings of this package that apply to a run without MTP layers."""
 
 
 def with_changes(args: Namespace, changes: dict[str, Any]) -> Namespace:

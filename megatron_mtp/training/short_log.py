@@ -32,13 +32,15 @@ if TYPE_CHECKING:
     from megatron_mtp.common.acceptance import AcceptanceStats
 
 MOST_HELD = 10_000
-"""Pieces of a listing without a file that are kept in memory."""
+"""Most pieces of a listing without a file that are kept in memory."""
 
 SILENCE = 30
-"""Seconds after which an evaluation prints how far it is, where no terminal shows a bar."""
+"""Seconds after which an evaluation prints its progress, if no terminal shows a bar."""
 
 INTERVALS, LINES = (100, 50, 20, 10, 5, 2, 1), 20
-"""Without --log-interval, a run of at least so many steps has at least so many lines."""
+"""Log intervals without --log-interval, and the least number of lines of a run: it uses the largest interval with that
+many lines.
+"""
 
 
 class Listing(io.TextIOBase):

@@ -30,7 +30,7 @@ from megatron_mtp.training.short_log import keep_traceback, last_words
 PACKAGE = Path(__file__).parents[1]
 
 MOST_NAMED, FARTHEST = 4, 8
-"""A line that names more flags than this says little about the mistake; callers this far out say nothing either."""
+"""Limits of a useful message: a line that names more flags, and callers farther out, say little about the mistake."""
 
 
 @contextmanager

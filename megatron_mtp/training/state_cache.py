@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from megatron_mtp.model.trained_stage import TrainedStage
 
 OF_HEADS = ("mtp_", "drafter", "attention_dropout", "hidden_dropout", "seq_length", "padded_vocab", "make_vocab")
-"""Beginnings of arguments of the model on which they do not."""
+"""Prefixes of model arguments that do not affect the trunk's states."""
 
 EDGE = 2**20
-"""Bytes of either end of a corpus that its digest reads, beside its whole index."""
+"""Bytes at each end of a corpus that its digest reads, in addition to its whole index."""
 
 
 class StateCache:

@@ -35,7 +35,7 @@ CALLED = {
     "corpus": "another corpus",
     "trunk": "another trunk, or a trunk in another tensor- or expert-parallel layout",
 }
-"""What an entry of the manifest that differs is called."""
+"""Descriptions of manifest entries that differ."""
 
 
 def column_of(layer: int) -> str:

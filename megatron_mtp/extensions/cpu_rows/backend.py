@@ -20,7 +20,7 @@ from megatron_mtp.extensions.cpu_rows.few_rows import MOST_ROWS, FewRows, few_ro
 from megatron_mtp.extensions.cpu_rows.products import product
 
 MOST_OF_FREE_MEMORY = 0.5
-"""Part of the free memory that packed weights may take."""
+"""Largest share of free memory that packed weights may take."""
 
 _logger = logging.getLogger(__name__)
 

@@ -21,14 +21,14 @@ import torch
 from megatron_mtp.common.files import written_beside
 
 SWITCH = "MEGATRON_MTP_COMPILED"
-"""Set to 0 in the environment, nothing is built and nothing of it is run."""
+"""Environment variable: 0 turns compiled kernels off; nothing is built."""
 
 SOURCE = Path(__file__).parent / "native" / "few_rows.cpp"
 FLAGS = "-O3 -march=native -std=c++17 -fno-math-errno -ffp-contract=off -fopenmp -shared -fPIC".split()
 NUMBERS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
-"""Types of weights that can be compiled, and their names in the source."""
+"""Weight types that can be compiled, and their names in the source."""
 LONGEST_BUILD = 120
-"""Seconds; a build takes some seven."""
+"""Timeout of a build in seconds; a build takes about seven."""
 
 _logger = logging.getLogger(__name__)
 

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from megatron_mtp.decoding.recurrent_layers import CachedRecurrence, Recurrence
 
 MOST_ROWS = 64
-"""Most rows of all texts; with more, a product is bound by arithmetic, at which torch's own kernels are better."""
+"""Largest number of rows of all sequences. With more, a product is bound by arithmetic, and torch's kernels are faster.
+"""
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 

@@ -17,19 +17,21 @@ from torch.nn.functional import linear
 from megatron_mtp.extensions.cpu_rows.few_rows import product_of
 
 Multiply = Callable[[Tensor], Tensor]
-"""x [..., in] to x @ weight.T [..., out]."""
+"""Function from x [..., in] to x @ weight.T [..., out]."""
 
 TIMED_ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
-"""Numbers of rows that are timed; those between go the way of the next one. With more, torch's own is as good."""
+"""Numbers of rows that are timed; numbers in between use the way of the next one. With more rows, torch's kernel is as
+fast.
+"""
 
 TIMED_ENTRIES = 2**24
-"""Entries of a weight that is timed whole; of a larger one, a part of so many is timed."""
+"""Largest number of weight entries that is timed; of a larger weight, a part of this size is timed."""
 
 TIMED_SECONDS = 0.02
-"""After so long a way is not called again."""
+"""Time limit in seconds, after which a way is not called again."""
 
 CLEARLY = 1.1
-"""A way is preferred to those before it in `WAYS` where it is faster by this factor, so that noise seldom decides."""
+"""Factor by which a way must be faster than the ways before it in `WAYS`, so that noise rarely decides."""
 
 
 def _own(weight: Tensor) -> Multiply:
@@ -46,7 +48,7 @@ def _packed(weight: Tensor) -> Multiply | None:
 
 
 WAYS: dict[str, Callable[[Tensor], Multiply | None]] = {"compiled": product_of, "packed": _packed, "own": _own}
-"""How a weight can be multiplied with, the preferred ones first; None where a way is not open to a weight."""
+"""Ways to multiply with a weight, preferred ones first; None if a way does not apply to a weight."""
 
 
 def product(weight: Tensor) -> Multiply:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 WINDOW = 0.02
-"""Seconds of calls that are judged together: several time slices."""
+"""Seconds of calls that are judged together: several time slices of the kernel."""
 
 HELD_UP = 0.3
-"""The part of a window in which threads may be held up. On a quiet machine it is below 0.05."""
+"""Share of a window in which threads may be held up. On a quiet machine it is below 0.05."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 4.0
 """Seconds until more threads are tried again."""

@@ -28,13 +28,13 @@ from megatron_mtp.model.vocabulary import Vocabulary
 from megatron_mtp.spec.config import MTPConfig
 
 TOKENS, ENTRIES = 16_384, 131_072
-"""Rows and entries of the vocabulary: the sizes of the H200's record in docs/explanation/evidence_gpu.md."""
+"""Rows and vocabulary entries: the sizes measured on the H200 in docs/explanation/evidence_gpu.md."""
 DRAFTED = ENTRIES // 4
-"""Entries of a draft vocabulary, where the kernels read the trunk's logits by an index."""
+"""Entries of a draft vocabulary; the kernels read the trunk's logits through an index."""
 INSTRUCTION = 16
-"""Bytes."""
+"""Bytes of an instruction."""
 WORDS = {"DIVERGES": "with kd", "GATHERED": "of drafted tokens"}
-"""How a constant that is true is called in the name of a kernel."""
+"""Words for constants that are true, as they appear in the name of a kernel."""
 
 
 @dataclass(frozen=True)

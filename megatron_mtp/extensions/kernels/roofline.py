@@ -23,18 +23,22 @@ from megatron_mtp.extensions.kernels.cards import Card
 from megatron_mtp.extensions.kernels.compiled import Kernel
 
 COPIES = 0.9
-"""Of the peak of memory, what a copy reaches: 4.3 TB/s read and written on an H200, 3.0 on an H100."""
+"""Share of peak memory bandwidth that a copy reaches: 4.3 TB/s read and written on an H200, 3.0 on an H100."""
 SUM_OF_A_CHUNK = 8
-"""Bytes of an entry of the head's gradient: read and written in float32."""
+"""Bytes moved for an entry of the head's gradient in each chunk: read and written in float32."""
 SUM_ONCE = 4 + 14
-"""It begins with zeros; the backward pass reads it, writes and reads it scaled, and writes it in bfloat16."""
+"""Bytes moved once for an entry: it is zeroed; the backward pass reads it, writes and reads it scaled, and writes it in
+bfloat16.
+"""
 
 HIDDEN = 2048
-"""H of the H200's record in docs/explanation/evidence_gpu.md."""
+"""Hidden size H of the H200 measurement in docs/explanation/evidence_gpu.md."""
 SEEN_POSITIONS = 1024
-"""Rows of its chunks."""
+"""Rows of a chunk in the H200 measurement."""
 SEEN = {"ce": 0.05458, "kd": 0.07298, "tv": 0.0742}
-"""Its seconds. `CALIBRATING` gives the share that products reach; the others are predicted from it."""
+"""Seconds measured on the H200. `CALIBRATING` gives the share of peak that products reach; the other values are
+predicted from it.
+"""
 CALIBRATING = "ce"
 
 

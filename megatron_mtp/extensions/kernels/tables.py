@@ -20,7 +20,7 @@ from megatron_mtp.extensions.kernels.roofline import (
 from megatron_mtp.losses.linear_cross_entropy import chunks
 
 Table = dict[str, Any]
-"""Title, header and rows, as the records in benchmarks/results have them."""
+"""Title, header and rows, as in the files of benchmarks/results."""
 
 
 def report() -> dict[str, Any]:

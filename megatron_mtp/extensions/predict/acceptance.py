@@ -14,7 +14,7 @@ from megatron_mtp.extensions.predict.engines import WORDS, Difference, Feeding, 
 from megatron_mtp.extensions.predict.rows import Text, drafts, read_text, trained_feeding
 
 NOTABLE = 0.02
-"""Accepted drafts a round that exchanged halves have to bring to be named as a cause."""
+"""Gain in accepted drafts per round from exchanged halves, from which they are named as a cause."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ EXCHANGED = Difference(
     WORDS["swapped", False],
     f"{WORDS['swapped', True]} in this checkpoint",
 )
-"""A fault of the given folder, not of an engine."""
+"""Cause that is in the given folder, not in an engine."""
 
 
 def accepted(model: LanguageModule, text: Text, sample: Sample, count: int, feeding: Feeding) -> AcceptanceStats:

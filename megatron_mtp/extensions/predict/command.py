@@ -12,7 +12,7 @@ from megatron_mtp.extensions.predict.engines import ENGINES
 from megatron_mtp.megatron.runtime import quieten
 
 INCOMPLETE = 1
-"""Exit status where a row of the table is missing."""
+"""Exit status if a row of the table is missing."""
 
 EXAMPLES = """examples:
   # acceptance of a trained checkpoint in vLLM once it is exported

@@ -48,9 +48,9 @@ class Feeding:
 
 TRAINED = Feeding()
 SHARED_KEYS = Feeding(module="first", keys="chain")
-"""Training with --mtp-repeated-layer-shares-kv."""
+"""Rule of training with --mtp-repeated-layer-shares-kv."""
 FIRST_PASS_KEYS = Feeding(module="first", keys="first")
-"""Training with --mtp-repeated-layer-first-pass-kv."""
+"""Rule of training with --mtp-repeated-layer-first-pass-kv."""
 
 WORDS: dict[tuple[str, object], str] = {
     ("module", "own"): EVERY_DEPTH,
@@ -71,7 +71,7 @@ WORDS: dict[tuple[str, object], str] = {
     ("swapped", False): "eh_proj has the embedding half where the family's class expects it",
     ("swapped", True): "the halves of eh_proj are exchanged",
 }
-"""A rule in words, by its name and value."""
+"""Description of a rule, by its name and value."""
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ def differences(trained: Feeding, engine: Feeding, count: int) -> list[Differenc
 
 
 FOR_ONE_DRAFT = {"trunk", "zeroed", "keys", "first_row", "swapped"}
-"""Rules that bear on the first draft."""
+"""Rules that affect the first draft."""
 
 
 def _same(rule: str, one: object, other: object, count: int) -> bool:

@@ -29,7 +29,7 @@ from megatron_mtp.megatron.checkpoint.reader import DistReader
 from megatron_mtp.spec.config import stands_beside
 
 BATCH = 8
-"""Texts that are continued together."""
+"""Sequences that are continued together."""
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ import plotly.graph_objects as go
 from megatron_mtp.extensions.report.runs import RunFolder, figures
 
 Ends = tuple[float, float] | None
-"""First and last value of an axis; plotly chooses them where it is None."""
+"""First and last value of an axis; plotly chooses an end that is None."""
 MEMORY = "peak memory bytes"
 GIB = 2**30
 COLORS = ("#3b7ddd", "#c8611d", "#1f8f68", "#a94f95", "#8a7a1c", "#cf4651", "#6f6bd0", "#5d7f90")
-"""Seen on light and on dark paper; the page's script chooses the color of text."""
+"""Colors that are readable on light and dark backgrounds; the page's script sets the color of text."""
 LONGEST_NAME = 28
-"""Characters of a legend's entry; of a longer name the end is shown."""
+"""Most characters of a legend entry; a longer name shows only its end."""
 
 
 @dataclass(frozen=True)

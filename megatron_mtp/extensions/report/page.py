@@ -17,7 +17,7 @@ from megatron_mtp.extensions.report.charts import GIB, MEMORY, charts
 from megatron_mtp.extensions.report.runs import DraftRecord, MetricsRow, RunFolder, figures
 
 OF_A_PROCESS = {"rank", "local_rank", "mtp_metrics_dir", "tensorboard_dir", "save", "wandb_save_dir"}
-"""Arguments whose differences do not matter."""
+"""Arguments of one process, whose differences do not matter."""
 
 ABOUT = (
     "Charts are over training steps: lines with marks are evaluations, thin lines training. Acceptance of a depth: how "

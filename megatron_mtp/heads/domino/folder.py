@@ -12,7 +12,7 @@ from megatron_mtp.spec.head import HeadSpec
 from megatron_mtp.spec.kinds import DrafterKind
 
 PLAIN = "pure_draft_prefix_len"
-"""How many drafts have no bias: one in every published folder."""
+"""Number of drafts without a bias: one in every published folder."""
 
 
 class DominoFolder(BlockCodec):

@@ -18,7 +18,7 @@ from megatron_mtp.megatron.checkpoint import DRAFTER
 from megatron_mtp.spec.head import HeadSpec
 
 NORMS_OF_BOTH = {"input_layernorm": "input_layernorm.enorm", "hidden_norm": "input_layernorm.hnorm"}
-"""Names of the norms before the attention that reads an embedding and a feature, and what they are here."""
+"""Names of the norms of the attention's two inputs, an embedding and a feature, with their names in this package."""
 
 
 class Eagle3Folder(OneLayerCodec):

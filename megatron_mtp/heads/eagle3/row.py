@@ -3,7 +3,7 @@
 from megatron_mtp.spec.kinds import DrafterKind, weights_of_passes
 
 READS = 3
-"""Layers of the trunk that it reads."""
+"""Layers of the trunk that EAGLE-3 reads."""
 
 
 def engine_layers(layers: int) -> tuple[int, ...]:

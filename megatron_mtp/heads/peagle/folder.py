@@ -14,7 +14,7 @@ from megatron_mtp.spec.head import HeadSpec
 from megatron_mtp.spec.kinds import DrafterKind
 
 MASKS = "mask_token_id", "pard_token", "ptd_token_id"
-"""Config keys of the mask token, in the order in which vLLM looks for them."""
+"""Config keys of the mask token, in the order in which vLLM looks them up."""
 
 
 class PEagleFolder(Eagle3Folder):

@@ -13,27 +13,27 @@ MLA layer only with Transformer Engine's.
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""Megatron's name for weights that no training run saved; they are loaded without optimizer, as iteration 0."""
+"""Megatron's name for weights that no training run saved. They load without an optimizer, as iteration 0."""
 HF_FILES = "hf"
-"""Folder of a converted checkpoint with the Hugging Face files that Megatron does not use: config, tokenizer, ..."""
+"""Folder of a converted checkpoint for Hugging Face files that Megatron does not use: config, tokenizer, ..."""
 ORIGIN = "origin.json"
 KEPT_TOKENIZER = "tokenizer"
-"""Folder of a trained checkpoint with the files of the run's tokenizer."""
+"""Folder of a trained checkpoint for the files of the run's tokenizer."""
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 FUSED_NORM, OWN_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 
 DRAFT_VOCABULARY = "mtp.draft_vocabulary"
-"""The key of the drafted tokens [N]: a buffer of the MTP block."""
+"""Key of the draft vocabulary's tokens [N]: a buffer of the MTP block."""
 DRAFTER = "drafter."
-"""The prefix of a drafter's keys."""
+"""Key prefix of a drafter."""
 
 _PAIRS = (
     (OWN_NORM, FUSED_NORM),
     ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
     ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
 )
-"""A norm as a module of its own, and as a part of the projection that reads it."""
+"""A norm as its own module, and as part of the projection that reads it."""
 
 
 def other_key(key: str) -> str | None:

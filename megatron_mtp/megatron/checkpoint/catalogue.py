@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 CATALOGUE = ".metadata"
 FORMAT = "metadata.json"
-"""It names the format. Megatron writes it last: an iteration that has it is whole."""
+"""File that names the format. Megatron writes it last: an iteration with this file is complete."""
 CHECKSUMS = "checksums.json"
 SWITCH = "MEGATRON_MTP_CHECKSUMS"
 """Environment variable: 0 loads without comparing checksums."""
 PIECE = 2**22
-"""Bytes that are read at a time."""
+"""Bytes read at a time."""
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {

@@ -13,7 +13,7 @@ from megatron_mtp.megatron.checkpoint import HF_FILES, KEPT_TOKENIZER, RELEASE, 
 from megatron_mtp.megatron.checkpoint.catalogue import CATALOGUE, FORMAT
 
 SENTENCE_PIECES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-"""Values of Megatron's --tokenizer-type whose --tokenizer-model is a SentencePiece model."""
+"""Values of Megatron's --tokenizer-type for which --tokenizer-model is a SentencePiece model."""
 _ITERATION = re.compile(r"^iter_(\d{7})$")
 
 

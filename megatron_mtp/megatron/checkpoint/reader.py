@@ -51,14 +51,14 @@ from megatron_mtp.megatron.checkpoint.catalogue import (
 from megatron_mtp.megatron.checkpoint.iterations import another, iteration_folder
 
 COMMON = "common_state/shard_0_1"
-"""Megatron's key for everything beside tensors."""
+"""Megatron's key for everything except tensors."""
 HYBRID_NORM = "decoder.final_norm.weight"
-"""A key that checkpoints of hybrids have, and those of GPTs have not."""
+"""Key that checkpoints of hybrids have and checkpoints of GPTs do not."""
 HEAD_STATE = "output_layer._extra_state/shard_0_1"
-"""State of a kernel that Megatron's hybrid expects, and its GPT does not."""
+"""Kernel state that Megatron's hybrid expects and its GPT does not."""
 _QUERY_NORM = "self_attention.linear_q_proj.layer_norm_"
 STATE = r"(?:chained_\d+\.)?optimizer\."
-"""How the keys of the optimizer's tensors begin."""
+"""Key prefix of the optimizer's tensors."""
 _STATE = re.compile(STATE)
 _STACKED = re.compile(rf"((?:{STATE}state\.\w+\.)?decoder\.layers\.)(?!\d)(.+)")
 _STACKED_OBJECT = re.compile(r"(decoder\.layers\.)(?!\d)(.+/shard)_(\d+)((?:\.\d+)*)_\d+((?:\.\d+)*)")
@@ -273,7 +273,7 @@ def check_query_norms(reader: DistReader, name: str) -> None:
 
 
 BY_PARAMETER = (None, "fully_reshardable", "fully_sharded_model_space")
-"""Formats of the optimizer's state with a tensor for every parameter; None is that of a plain optimizer."""
+"""Formats of the optimizer's state with one tensor per parameter; None is the format of a plain optimizer."""
 
 
 def sharding_type(common: dict[str, Any]) -> str | None:
@@ -387,7 +387,7 @@ READ_ERRORS = (
     ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError, OSError, RuntimeError, EOFError,
     MemoryError, pickle.UnpicklingError, struct.error, CheckpointingException, CheckpointException,
 )  # fmt: skip
-"""What torch and Megatron raise for files that are damaged, missing or of another model."""
+"""Exceptions that torch and Megatron raise for files that are damaged, missing or from another model."""
 
 
 @contextmanager

@@ -31,13 +31,12 @@ from packaging.specifiers import SpecifierSet
 
 Function = Callable[..., Any]
 Probe = Callable[[Any], bool | None]
-"""From the original to whether the fault is there; None or an exception if it is not a function that the probe knows.
-
-It leaves no trace in the process. Most call the function with a few numbers; where that would need a job, they read its
-compiled code.
+"""Function from the original to whether the fault is present; None, or an exception, if it does not know this version
+of the function. A probe leaves no trace in the process. Most probes call the function with a few numbers; if that would
+need a job, they read its compiled code.
 """
 Replace = Callable[[Any], Any]
-"""From the current function to the one that takes its place."""
+"""Function from the current function to its replacement."""
 
 
 class State(Enum):
@@ -86,7 +85,7 @@ class Patch:
 
 
 _REPLACED: dict[int, tuple[Any, Any]] = {}
-"""Every replacement of this process, by its id, with the original: probes need the original after that too."""
+"""Every replacement in this process, by its id, with the original, which later probes need."""
 
 _ABSENT = object()
 

@@ -35,13 +35,15 @@ from megatron_mtp.megatron.checkpoint.catalogue import CHECKSUMS, FORMAT, seal
 from megatron_mtp.megatron.patches.patch import Function, names_in, with_globals
 
 PR_SET_PDEATHSIG = 1
-"""Linux: the signal that a process gets when its parent has ended (prctl(2))."""
+"""Linux option for the signal that a process gets when its parent has ended (prctl(2))."""
 
 BEFORE_SAVES: list[Callable[[Path], None]] = []
 """Functions that the first rank calls before every save, with the folder of all iterations."""
 
 Save = Callable[..., Any]
-"""`dist_checkpointing.save`: state, folder of the iteration, and settings; an AsyncRequest or None."""
+"""Signature of `dist_checkpointing.save`: state, folder of the iteration, and settings; returns an AsyncRequest or
+None.
+"""
 
 
 def unmarked_meanwhile(save: Save) -> Save:
@@ -263,9 +265,9 @@ def _not_sharded(optimizer: dict[str, Any]) -> Any:
 # --- parameters that the checkpoint lacks ----------------------------------------------------------------------------
 
 ABSENT = "absent: "
-"""Beginning of the keys of a model's entries that the checkpoint to load lacks; an optimizer's keys end with them."""
+"""Key prefix of model entries that the checkpoint to load does not have; an optimizer's keys end with them."""
 OWN_COPY, LISTS = ("param", "fp32_param"), "fp32_from_fp16_params"
-"""States of an optimizer that are its copy of the parameter, and the key under which one keeps them."""
+"""Optimizer states that are a copy of the parameter, and the key under which one optimizer keeps them."""
 
 
 def without_absent(load: Callable[..., Any]) -> Callable[..., Any]:

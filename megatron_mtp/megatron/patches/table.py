@@ -201,7 +201,7 @@ PATCHES = (
         package="torch",
     ),
 )
-"""In the order in which they are applied; rows of one target follow each other."""
+"""Patches in the order in which they are applied; rows of one target are adjacent."""
 
 
 def _of_loop(name: str, reason: str, probe: Probe) -> Patch:
@@ -266,7 +266,7 @@ LOOP = (
         called_by_name(),
     ),
 )
-"""Each run makes the replacements of these, and takes them back at its end."""
+"""Patches that each run applies at its start and reverts at its end."""
 
 
 def install() -> None:

@@ -53,7 +53,7 @@ def inspect(folder: Path, check: bool = False) -> dict[str, Any]:
 
 
 def _described(folder: Path) -> dict[str, Any]:
-    """Facts about a drafter, or what does not convert; ValueError if neither tensors nor a config can be read."""
+    """Return facts about a drafter, or why it does not convert. Raise ValueError if nothing can be read."""
     side = open_side(folder)
     if not side.tensors and not (isinstance(side, HFSide) and side.keys):
         raise ValueError(side.findings[0].says)

@@ -100,7 +100,7 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
 
 
 def _check_pair(*sides: Side, computes: bool) -> None:
-    """Raises ValueError for what other commands compare."""
+    """Raise ValueError for a pair that another command compares."""
     drafter = next((side for side in sides if isinstance(side, DrafterSide)), None)
     if drafter is not None and computes:
         raise ValueError(
@@ -120,7 +120,7 @@ def _check_pair(*sides: Side, computes: bool) -> None:
 
 
 def _logits(run: Run, folder: Path, saved: Path) -> tuple[list[Finding], list[dict[str, Any]]]:
-    """Findings on what both sides compute, and every check in plain data."""
+    """Return findings on what both sides compute, and every check as plain data."""
     try:
         checks = run(folder, saved)
     except (ValueError, RuntimeError) as error:
@@ -210,7 +210,7 @@ def settings(a: Side, b: Side, same_head: bool) -> list[Finding]:
 
 
 def _strange(a: Side, b: Side) -> Iterator[Finding]:
-    """A note on keys that transformers' class does not know, and that one side has otherwise than the other."""
+    """Return a note on keys that transformers' class does not know and that differ between the sides."""
     from megatron_mtp.checkpoint.verify.reference_forms import unknown_keys
 
     if isinstance(a, HFSide) and isinstance(b, HFSide) and a.keys != b.keys:
@@ -221,7 +221,7 @@ def _strange(a: Side, b: Side) -> Iterator[Finding]:
 
 
 def _settings(*sides: Side) -> list[dict[str, Any]]:
-    """The settings of both sides in one form; raises ValueError where there is none."""
+    """Return the settings of both sides in one form. Raise ValueError if no form holds both."""
     if any(isinstance(side, DrafterSide) for side in sides):
         return [_of_drafter(side) for side in sides]
     keys = [side.keys for side in sides if isinstance(side, HFSide)]
@@ -250,7 +250,10 @@ def _whole(side: Side) -> dict[str, Any]:
 
 
 def _arguments(side: Side) -> Namespace | None:
-    """Megatron's arguments of a side; None if Megatron cannot run its model, ValueError where they are not stored."""
+    """Return Megatron's arguments of a side; None if Megatron cannot run its model.
+
+    Raise ValueError if none are stored.
+    """
     from megatron_mtp.model.arguments import parsed
 
     if isinstance(side, MegatronSide):

@@ -133,7 +133,7 @@ def pairing(a: Side, b: Side) -> Pairing:
 
 
 def _pair_by_rules(a: HFSide, b: HFSide, found: Pairing) -> None:
-    """Pair what the folders name differently, by Megatron's tensors: other prefixes, packed experts."""
+    """Pair tensors with different names by Megatron's tensors: other prefixes, packed experts."""
     ours, theirs = _made_of(a, found.only_a), _made_of(b, found.only_b)
     for made in (made for made in ours if made in theirs):
         both = ours[made], theirs[made]
@@ -145,7 +145,7 @@ def _pair_by_rules(a: HFSide, b: HFSide, found: Pairing) -> None:
 
 
 def _made_of(side: HFSide, names: Mapping[str, None]) -> dict[tuple[str, Shape | None], list[Rule]]:
-    """The rules of Megatron's tensors that come from these tensors alone, by key and shape; one each for experts."""
+    """Return the rules of Megatron's tensors that need only these tensors, by key and shape; one each for experts."""
     made: dict[tuple[str, Shape | None], list[Rule]] = defaultdict(list)
     for rule in side.plan if names else ():
         if len(rule.mcore) == 1 and all(tensor.name in names for tensor in rule.hf):
@@ -159,7 +159,7 @@ def _made_of(side: HFSide, names: Mapping[str, None]) -> dict[tuple[str, Shape |
 
 
 def _by_key(a: HFSide, b: HFSide, ours: list[Rule], theirs: list[Rule]) -> Iterator[Compared]:
-    """Compare a tensor of Megatron that both folders make, expert by expert where one of them has single ones."""
+    """Compare a tensor of Megatron that both folders produce; expert by expert if one folder has single experts."""
     left, right = (
         [rule.to_mcore([side.read(tensor.name) for tensor in rule.hf])[0] for rule in rules]
         for side, rules in ((a, ours), (b, theirs))
@@ -171,7 +171,7 @@ def _by_key(a: HFSide, b: HFSide, ours: list[Rule], theirs: list[Rule]) -> Itera
 
 
 def _usual(key: str) -> str:
-    """A key under one name, whatever modules saved it."""
+    """Return one common name for a key, whatever modules saved it."""
     if key.startswith("mtp."):  # the layer inside an MTP layer, as some versions have written it
         key = re.sub(r"\.(mtp_model_layer|tf_layer)\.(?!layers\.)", ".transformer_layer.", key)
     key = key.replace(FUSED_NORM, OWN_NORM)
@@ -205,7 +205,7 @@ def _across(folder: HFSide, saved: MegatronSide, letter: str) -> Pairing:
 
 
 def _pair_rule(rule: Rule, folder: HFSide, saved: MegatronSide, letter: str, found: Pairing) -> None:
-    """Pair the tensors of one rule, which makes the folder's of the checkpoint's where these are all there."""
+    """Pair the tensors of one rule, if the checkpoint has all tensors that it needs."""
     every = [[key for key in (piece.key, *piece.aliases) if key in saved.tensors] for piece in rule.mcore]
     for key in (key for keys in every for key in keys):
         found.only_b.pop(key, None)
@@ -228,7 +228,7 @@ def _pair_rule(rule: Rule, folder: HFSide, saved: MegatronSide, letter: str, fou
 def _by_rule(
     rule: Rule, names: list[str], every: list[list[str]], folder: HFSide, saved: MegatronSide, letter: str
 ) -> Iterator[Compared]:
-    """Compare the folder's tensors with those that the checkpoint makes.
+    """Compare the folder's tensors with those that the checkpoint produces.
 
     A weight that Megatron computes with in another form is stored in both, and an export gives back the first alone:
     both are compared.
@@ -402,13 +402,13 @@ def check_differences(compared: Sequence[Compared], a: Side, b: Side) -> Iterato
 
 
 def _bits_of(name: str, *sides: Side) -> Bits | None:
-    """The bits of a tensor, as far as they tell it from others."""
+    """Return the bits of a tensor, enough to tell it from others."""
     look = next((side.looks[name] for side in sides if name in side.looks), None)
     return None if look is None or look.is_constant else look.bits
 
 
 def _places(moved: Mapping[str, str]) -> str:
-    """`side B's model.layers.1 holds side A's model.layers.2 (9 tensors)`, without what both names end with."""
+    """Return `side B's model.layers.1 holds side A's model.layers.2 (9 tensors)`, without the names' common end."""
     counts: Counter[tuple[str, str]] = Counter()
     for name, home in moved.items():
         ours, theirs = name.split("."), home.split(".")

@@ -68,7 +68,7 @@ OF_HEADS = ("MTP dropped", "depth missing", "depth incomplete", "depth count", "
 
 
 def _is_only_of_heads(side: Side, found: list[Finding]) -> bool:
-    """True if the trunk would convert: its family does, and all that is wrong is about MTP layers."""
+    """Return whether the trunk would convert: its family supports it, and all problems concern MTP layers."""
     errors = [one for one in found if one.severity == ERROR]
     parts = {side.parts.of(name).kind for one in errors if one.guess == "tensor left over" for name in one.names}
     converts = isinstance(side, HFSide) and side.family is not None
@@ -76,7 +76,7 @@ def _is_only_of_heads(side: Side, found: list[Finding]) -> bool:
 
 
 def _with_trunk_alone(found: Finding) -> Finding:
-    """The finding, with the way that is left where MTP layers are lost, damaged or unknown."""
+    """Add the remaining option to a finding about MTP layers that are lost, damaged or unknown."""
     if found.severity != ERROR or found.guess == "depth count":
         return found
     return replace(found, advice=f"{found.advice}, or convert the trunk alone ({TRUNK_ALONE})")
@@ -128,7 +128,7 @@ def lacking(
 
 
 def _uncounted(side: Side, held: int) -> Iterator[Finding]:
-    """MTP layers of the files that the config does not count, and published ones that neither has."""
+    """Report MTP layers in the files that the config does not count, and published layers that neither has."""
     said, says = side.said_depths, ""
     known = side.family.depths if isinstance(side, HFSide) and side.family is not None else None
     if said is not None and held > said:
@@ -149,7 +149,7 @@ def _uncounted(side: Side, held: int) -> Iterator[Finding]:
 
 
 def _of_drafter_inside(side: Side) -> Iterator[Finding]:
-    """What there is of a drafter inside of the model, and what it lacks; tensors and keys belong together."""
+    """Report a drafter inside the model and what it lacks; its tensors and keys must match."""
     inner = side.inside
     if inner is None:
         return
@@ -170,7 +170,7 @@ def _of_drafter_inside(side: Side) -> Iterator[Finding]:
 
 
 def _of_shared_index(side: Side) -> Iterator[Finding]:
-    """A config by which later drafts take the keys of the first, and an MTP layer that chooses none."""
+    """Report a config in which later drafts reuse the keys of the first, if no MTP layer chooses keys."""
     depths = side.parts.numbered(DEPTH, side.tensors)
     shares = side.kept_keys.get(INDEX_SHARE) is True
     if depths and shares and not any(INDEXER in name for own in depths.values() for name in own):
@@ -182,7 +182,7 @@ def _of_shared_index(side: Side) -> Iterator[Finding]:
 
 
 def _of_carried(side: Side) -> CarriedFaults:
-    """Faults of tensors that no rule describes; none of a side with rules for all, or of an unknown class."""
+    """Report faults of tensors without a rule; none if the side has rules for all tensors or an unknown class."""
     if isinstance(side, HFSide):
         of_class, family = side.of_class, side.family
         if family is None or family.untrainable is None:
@@ -221,7 +221,7 @@ def _left_over(side: HFSide, plan: list[str], carried: Collection[str]) -> Itera
 
 
 def _unknown(side: Side, names: Collection[str]) -> Iterator[Finding]:
-    """Tensors that the model does not have."""
+    """Report tensors that the model does not have."""
     kind = side.kept.get("model_type") if isinstance(side, MegatronSide) else side.config and side.config.model_type
     if names and kind is not None:
         count = counted(len(names), "tensor")
@@ -246,14 +246,14 @@ def _shapes(side: Side, carried: Mapping[str, Shape]) -> Iterator[Finding]:
 
 
 def _is_end(side: HFSide, name: str) -> bool:
-    """True of what a text model has around its layers: embedding, final norm, and a head that the config unties."""
+    """Return whether a tensor is at the ends of a text model: embedding, final norm, or an untied head."""
     if text_key(side.keys) is not None or IN_LAYER.match(name):
         return False
     return side.parts.of(name).kind != HEAD or side.unties
 
 
 def _types(side: HFSide) -> Iterator[Finding]:
-    """Weights that are integers, or whose type differs from other layers'; a whole folder in another type."""
+    """Report integer weights, weights whose type differs from other layers', and a whole folder in another type."""
     types = {name: entry.dtype for name, entry in side.tensors.items() if not is_quantized(entry)}
     integers = {n for n, kind in types.items() if n.endswith(".weight") and not kind.startswith(("float", "bfloat"))}
     layers: dict[str, list[str]] = defaultdict(list)
@@ -283,12 +283,12 @@ def _types(side: HFSide) -> Iterator[Finding]:
 
 
 def _thin(side: Side) -> Iterator[str]:
-    """Tensors that are missing from MTP layers whose inner layer has a part of those of a trunk's layer."""
+    """Report tensors missing from MTP layers whose inner layer has only some tensors of a trunk layer."""
     return thin_depths(*(side.parts.numbered(kind, side.tensors) for kind in (DEPTH, TRUNK)))
 
 
 def _called_for(side: MegatronSide, lost: Collection[str]) -> list[str]:
-    """Tensors that a checkpoint has to hold: ends of the model, frames of MTP layers, and what other layers have.
+    """Return the tensors that a checkpoint must have: ends of the model, frames of MTP layers, what other layers have.
 
     Of a trunk that is carried, those are `lost` that are in a layer of which something is there.
     """
@@ -310,7 +310,7 @@ def _called_for(side: MegatronSide, lost: Collection[str]) -> list[str]:
 
 
 def _of_drafter(side: MegatronSide) -> Iterator[str]:
-    """Keys of the drafter that the arguments name."""
+    """Return the keys of the drafter that the arguments name."""
     from megatron_mtp.checkpoint.convert.drafter_form import head_key
 
     if side.reader is not None and (form := side.drafter) is not None:

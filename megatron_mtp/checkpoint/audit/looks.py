@@ -75,7 +75,7 @@ class Look:
             self._finish(torch.cat(self._digests))
 
     def _finish(self, digests_RB: Tensor) -> None:
-        """Keep of the digests of all rows what is needed: they take 64 bytes a row."""
+        """Keep only the needed digests of rows: all of them take 64 bytes a row."""
         self._digests = []
         self._sum = _total(digests_RB) % 2**64
         columns = self.shape[-1] if len(self.shape) > 1 else 1
@@ -117,7 +117,7 @@ class Look:
 
 
 def _digests(piece: Tensor, shape: Shape) -> Tensor:
-    """Digests [R, B] of the rows of a piece, in B blocks of columns; a vector has a row for each number.
+    """Return digests [R, B] of a piece's rows, in B blocks of columns; a vector has one row per number.
 
     Words are of 64 bits, or of fewer where a block does not have whole ones.
     """
@@ -139,7 +139,7 @@ def _digests(piece: Tensor, shape: Shape) -> Tensor:
 
 
 def _total(digests_RB: Tensor) -> int:
-    """The digest of a whole tensor from those of its rows' blocks."""
+    """Return the digest of a whole tensor, from the digests of its rows' blocks."""
     found = 0
     for index, part in enumerate(digests_RB.reshape(-1).split(WORDS)):
         found += int(torch.dot(part, _factors(1)[: part.numel()])) * (2 * index + 1)
@@ -147,13 +147,13 @@ def _total(digests_RB: Tensor) -> int:
 
 
 def _runs(marked: Tensor) -> Iterator[Run]:
-    """Runs of true values."""
+    """Return the runs of true values."""
     edges = marked.int().diff(prepend=torch.zeros(1), append=torch.zeros(1))
     yield from zip((edges > 0).nonzero()[:, 0].tolist(), (edges < 0).nonzero()[:, 0].tolist(), strict=True)
 
 
 def _twice(digests: Tensor, width: int) -> Iterator[tuple[Run, Run]]:
-    """Parts of the first dimension that are equal and not zeros, the largest first; each entry stands for `width`."""
+    """Find equal parts of the first dimension that are not zeros, largest first; each entry represents `width` rows."""
     for count in sorted(SPLITS):
         size = len(digests) // count
         if len(digests) % count or size * width < LEAST:

@@ -99,7 +99,7 @@ def differ(side: Side, name: str, base: str) -> bool:
 
 
 def _sizes(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
-    """Weights whose numbers are all the same, too large, or too small."""
+    """Report weights whose numbers are all the same, too large, or too small."""
     found: dict[str, list[str]] = defaultdict(list)
     config = side.kept if isinstance(side, MegatronSide) else side.config
     keys = config.keys if isinstance(config, HFConfig) else config or {}
@@ -125,7 +125,7 @@ def _sizes(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
 
 
 def _severity(side: Side) -> str:
-    """Of a model that is not known here, nobody knows whether its training leaves such weights."""
+    """Return NOTE for a model of an unknown family, whose training may leave such weights; else WARNING."""
     return NOTE if isinstance(side, HFSide) and side.family is None else WARNING
 
 
@@ -136,12 +136,12 @@ def _is_centered(side: Side) -> bool:
 
 
 def _named(names: list[str]) -> str:
-    """Names in quotes, or as one pattern where that is short."""
+    """Return names in quotes, or as one pattern if that is short."""
     return listed(names) if len(names) < 3 else f"{counted(len(names), 'tensor')}, {unnumbered(names):.200}"
 
 
 def _parts(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
-    """Matrices a part of which is zeros, or repeats another part: a shard is missing, or was taken twice.
+    """Report matrices with a part that is zeros or repeats another part: a shard is missing, or was taken twice.
 
     Rows of embedding and head are tokens (`_zero_tokens`), and a stack of experts may have some of zeros.
     """
@@ -168,7 +168,7 @@ def _parts(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
 
 
 def _zero_tokens(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
-    """Rows of embedding and head that are zeros although they are those of tokens, and no padding behind them.
+    """Report zero rows of the embedding and head that belong to tokens and are not padding.
 
     Without a tokenizer, rows at the end are padding if they are fewer than half, or behind the vocabulary that a
     training was given; a single row may be a special token's.
@@ -199,7 +199,7 @@ def _zero_tokens(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
 
 
 def _repeats(side: Side, bits: Mapping[str, Bits], ties: bool) -> Iterator[Finding]:
-    """Weights that repeat others without a reason in the config; the first explanation accounts for a tensor."""
+    """Report weights that repeat others without a reason in the config; a tensor is reported once."""
     matrices = {name: own for name, own in bits.items() if len(own[1]) > 1}
     told: set[str] = set()
     for find in (_depths, _layers, _norms, _experts) if ties else (_head, _depths, _layers, _norms, _experts):
@@ -218,12 +218,12 @@ def _repeats(side: Side, bits: Mapping[str, Bits], ties: bool) -> Iterator[Findi
 
 
 def _is_end(side: Side, name: str) -> bool:
-    """True of embedding and head, and of an MTP layer's copies of them."""
+    """Return whether a tensor is an embedding or head, or an MTP layer's copy of one."""
     return side.parts.of(name).kind in (EMBEDDING, HEAD) or name.endswith(OF_EMBEDDING + OF_HEAD)
 
 
 def _head(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
-    """A head that is the embedding, although the config says that they are apart."""
+    """Report a head that equals the embedding, although the config says that they are not tied."""
     embedding, head = (
         next((name for name in bits if side.parts.of(name).kind == kind), None) for kind in (EMBEDDING, HEAD)
     )
@@ -235,7 +235,7 @@ def _head(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
 
 
 def _depths(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
-    """MTP layers that are copies of other MTP layers, or of a layer of the trunk."""
+    """Report MTP layers that are copies of other MTP layers, or of a trunk layer."""
     inner = [name for name in bits if not _is_end(side, name)]
     depths, layers = (side.parts.numbered(kind, inner) for kind in (DEPTH, TRUNK))
     new = isinstance(side, MegatronSide) and side.iteration == 0
@@ -260,7 +260,7 @@ def _depths(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
 
 
 def _layers(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
-    """Layers of the trunk, or single weights of them, that are those of an earlier layer."""
+    """Report trunk layers, or single weights of them, that equal an earlier layer's."""
     layers = side.parts.numbered(TRUNK, bits)
     homes: dict[tuple[str, Bits], int] = {}
     same: dict[tuple[int, int], list[str]] = defaultdict(list)
@@ -283,14 +283,14 @@ def _layers(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
 
 
 def _asked(new: bool) -> tuple[str, str]:
-    """Advice and severity; MTP layers that attach-mtp has just made begin as copies."""
+    """Return advice and severity; MTP layers that attach-mtp has just made start as copies."""
     return (
         ("", NOTE) if new else ("take the depth from the release or from the run that trained it, or train it", WARNING)
     )
 
 
 def _norms(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
-    """Norms of a layer, or of an MTP layer's input, that are equal; Megatron stores other norms under two names."""
+    """Report equal norms in a layer or in an MTP layer's input; Megatron stores other norms under two names."""
     pattern = _INPUT if isinstance(side, MegatronSide) else _NORM
     vectors = [name for name, own in bits.items() if len(own[1]) == 1 and pattern.search(name)]
     for kind in (DEPTH, TRUNK):
@@ -303,7 +303,7 @@ def _norms(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
 
 
 def _experts(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
-    """Single experts of a layer that are copies of others; where all are, the layer was made so."""
+    """Report single experts of a layer that are copies of others; if all are, the layer was made that way."""
     groups: dict[str, dict[str, dict[str, Bits]]] = defaultdict(lambda: defaultdict(dict))
     for name, own in bits.items():
         if match := _EXPERT.match(name):

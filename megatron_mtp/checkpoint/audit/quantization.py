@@ -52,7 +52,7 @@ def is_quantized(entry: StoredTensor) -> bool:
 
 
 def _is_coded(entry: StoredTensor) -> bool:
-    """True if a weight is stored in a form, or as FP8 whose form is not known."""
+    """Return whether a weight is quantized in a known form, or in FP8 of an unknown form."""
     return entry.dtype in _FORMS or getattr(torch, entry.dtype, None) in FP8[:2]
 
 
@@ -144,7 +144,7 @@ def _check_types(side: HFSide) -> Iterator[Finding]:
 
 
 def _described(side: HFSide, settings: QuantizationSettings, coded: list[str]) -> Finding:
-    """A note: the forms of trunk and MTP layers, what is not read, and whether the right modules can be judged."""
+    """Return a note on the quantization of trunk and MTP layers, what is not read, and which checks are possible."""
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     for name in coded:
         kinds["MTP layers" if side.parts.of(name).kind == DEPTH else "trunk"][side.tensors[name].dtype] += 1
@@ -159,7 +159,7 @@ def _described(side: HFSide, settings: QuantizationSettings, coded: list[str]) -
 
 
 def _check_promises(side: HFSide, settings: QuantizationSettings, coded: list[str]) -> Iterator[Finding]:
-    """Compare every weight of trunk and MTP layers with the forms that the config promises it."""
+    """Compare every weight of trunk and MTP layers with the form that the config gives for it."""
     leaves = {_leaf(name) for name in coded} | (frozenset() if settings.method == EXPERTS_ALONE else PROJECTIONS)
     against: dict[tuple[str, str], list[str]] = defaultdict(list)
     depths = None if side.family is None else side.family.depths
@@ -197,14 +197,14 @@ def _check_promises(side: HFSide, settings: QuantizationSettings, coded: list[st
 
 
 def _is_meant(entry: str, weight: str) -> bool:
-    """True if an entry of a list would name a weight's module, had both the same prefix before `layers.`."""
+    """Return whether an entry of a list would match a weight's module if both had the same prefix before `layers.`."""
     prefix, found, tail = entry.partition("layers.")
     own, _, module = module_of(weight).partition("layers.")
     return bool(found) and prefix not in ("", own) and names(tail, module, MODELOPT)
 
 
 def _remedy(side: HFSide, settings: QuantizationSettings, stored: str, promise: str, members: list[str]) -> str:
-    """The line of the config to change where weights are not as it promises them."""
+    """Return the config line to change if weights are not in the form that it gives."""
     entries = dict.fromkeys(one for name in members if (one := settings.listing(module_of(name))))
     if entries:
         key = next(key for key, each in settings.lists.items() if entries.keys() & set(each))
@@ -221,7 +221,7 @@ def _remedy(side: HFSide, settings: QuantizationSettings, stored: str, promise: 
 
 
 def _check_names_in_vllm(side: HFSide, settings: QuantizationSettings, leaves: set[str]) -> Iterator[Finding]:
-    """Look for whole weights of MTP layers whose modules the lists name, but not as vLLM calls them."""
+    """Find unquantized MTP weights whose modules are on the lists, but not under vLLM's names."""
     whole = (name for name in side.tensors if name not in side.quantized and _leaf(name) in leaves)
     own = {name: in_vllm(side, module_of(name)) for name in whole if name.endswith(".weight")}
     listed_here = (name for name in own if settings.promised(module_of(name)) == [])
@@ -242,7 +242,7 @@ def in_vllm(side: HFSide, module: str) -> str:
 
 
 def _entries(side: HFSide, settings: QuantizationSettings, members: list[str]) -> str:
-    """Entries of a list that name these modules: a pattern for whole layers where the method has some."""
+    """Return list entries for these modules: one pattern per whole layer if the method supports patterns."""
     layers = {layer_of(module_of(name)) for name in members}
     free = not any(name.startswith(tuple(f"{layer}." for layer in layers)) for name in side.quantized)
     if free and settings.keys.get("quant_method") == COMPRESSED:
@@ -253,12 +253,12 @@ def _entries(side: HFSide, settings: QuantizationSettings, members: list[str]) -
 
 
 def _weights(side: HFSide, members: Iterable[str]) -> str:
-    """`25 weights of the MTP layers`."""
+    """Return `25 weights of the MTP layers`."""
     kinds, named = {side.parts.of(name).kind for name in members}, list(members)
     whose = {frozenset({DEPTH}): " of the MTP layers", frozenset({TRUNK}): " of the trunk"}.get(frozenset(kinds), "")
     return counted(len(named), "weight") + whose
 
 
 def _leaf(name: str) -> str:
-    """The module's own name: `q_proj`."""
+    """Return the module's last name: `q_proj`."""
     return module_of(name).rpartition(".")[2]

@@ -362,7 +362,7 @@ class HFSide(Opened):
 
     @property
     def _class(self) -> str:
-        """The model's class in small letters; empty if the config names none."""
+        """Return the model's class in lower case; empty if the config names none."""
         return next(iter(self.keys.get("architectures") or [""])).lower()
 
     @property

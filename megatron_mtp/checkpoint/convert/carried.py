@@ -117,7 +117,7 @@ def carried_faults(
 
 
 def _of_trunk(of_class: Iterable[str], names: Collection[str]) -> tuple[list[str], list[str]]:
-    """Names that are lost, and names that are left over, in the layers and modules of the class.
+    """Return lost names and leftover names in the layers and modules of the class.
 
     A layer whose names differ from those of the class, not only by more experts, may be of another form; it is if no
     layer of its kind is as in the class. A module of which nothing is there may be none of the folder's.
@@ -152,7 +152,7 @@ def _of_depths(
     depths: Mapping[int, Collection[str]],
     inner: Mapping[str, str],
 ) -> tuple[list[str], list[str], dict[str, Shape]]:
-    """What is lost, left over and of another shape inside of MTP layers, each of which is a layer as in the trunk."""
+    """Return lost, leftover and misshapen tensors inside MTP layers, each of which is like a trunk layer."""
     sizes: dict[str, list[Shape]] = defaultdict(list)
     forms = list[frozenset[str]]()
     for prefix, every in layers.items():
@@ -187,7 +187,7 @@ def _of_depths(
 
 
 def _as_in_trunk(rest: str, inner: Mapping[str, str]) -> str:
-    """A name inside of an MTP layer as the trunk's layers have it."""
+    """Return the trunk layers' name for a name inside an MTP layer."""
     start = next((start for start in inner if rest.startswith(start)), "")
     return inner.get(start, "") + rest.removeprefix(start)
 
@@ -198,7 +198,7 @@ def _as_in_depth(rest: str, inner: Mapping[str, str]) -> str:
 
 
 def _by_place(names: Iterable[str]) -> dict[str, set[str]]:
-    """Names by their layer, or by their module outside of layers."""
+    """Group names by layer, or by module outside layers."""
     found: dict[str, set[str]] = defaultdict(set)
     for name in names:
         match = IN_LAYER.match(name)

@@ -58,7 +58,7 @@ def settings_of(args: Namespace) -> ModelSettings:
 
 
 def _in_one_form(found: ModelSettings) -> ModelSettings:
-    """Settings that can be written in several ways, in one of them."""
+    """Normalize settings that can be written in several ways."""
     frequency, groups = found["moe_layer_freq"], found["moe_router_num_groups"] or 1
     layers, pattern = range(found["num_layers"]), found.get("hybrid_layer_pattern")
     unplaced, divided = found.get("no_rope_freq"), found.get("seq_len_interpolation_factor")
@@ -76,7 +76,7 @@ def _in_one_form(found: ModelSettings) -> ModelSettings:
 
 
 def _scales(found: ModelSettings) -> bool:
-    """True if latent attention scales its positions: YaRN has no effect with factor 1."""
+    """Return whether latent attention scales its positions: YaRN has no effect with factor 1."""
     return bool(found["rope_type"] == "yarn" and found["rotary_scaling_factor"] != 1.0)
 
 

@@ -211,7 +211,7 @@ def with_inner(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own_key(rule: Rule) -> Rule:
-    """The rule without the keys of Transformer Engine's modules, which drafters do not have."""
+    """Return the rule without the keys of Transformer Engine's modules, which drafters do not have."""
     return replace(rule, mcore=tuple(replace(piece, aliases=()) for piece in rule.mcore))
 
 

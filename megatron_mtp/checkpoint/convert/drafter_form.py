@@ -324,7 +324,7 @@ def in_order(form: DrafterForm, lists: Mapping[str, Tensor]) -> DrafterForm:
 
 
 def _checked_config(path: Path, args: Namespace) -> dict[str, Any]:
-    """The folder's keys, inner ones among them, which agree with the trunk."""
+    """Return the folder's keys, nested ones included, after checking them against the trunk."""
     keys = with_inner(_config(path))
     is_latent = _has_latent_architecture(path, keys)
     own = CODECS[str(drafter_kind(path))].own_forms | ({KV_RANK: None, **INTERLEAVED} if is_latent else {})
@@ -356,7 +356,7 @@ def _vocabulary(keys: dict[str, Any]) -> Any:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """The keys of a drafter's folder, of which those that are looked into are objects, numbers or lists of numbers."""
+    """Return the keys of a drafter's folder, after checking the types of keys that are read."""
     keys: dict[str, Any] = read_json(path / CONFIG)
     if drafter_kind(path) is None:
         raise ValueError(

@@ -67,7 +67,7 @@ def layer_views(keys: Mapping[str, Any], sees_ahead: bool) -> list[LayerView]:
 
 
 def _layer_types(keys: Mapping[str, Any]) -> list[str]:
-    """The type of each layer, of `FULL` and `SLIDING`; `use_swa` gives every layer a window."""
+    """Return the type of each layer, `FULL` or `SLIDING`; `use_swa` gives every layer a window."""
     count, types = keys.get("num_hidden_layers", 1), keys.get("layer_types")
     if types is None:
         if keys.get("use_sliding_window") and not keys.get("use_swa"):

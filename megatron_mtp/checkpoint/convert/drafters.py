@@ -141,7 +141,7 @@ def plan_attaching_drafter(
 def _begun(
     form: DrafterForm, name: str, args: Namespace, dtype: torch.dtype, folder: Path
 ) -> tuple[HeadSpec, list[Group]]:
-    """A drafter of another kind that has a folder's weights, and the tensors that it has beside them, drawn.
+    """Create a drafter of another kind from a folder's weights; draw its further tensors at random.
 
     Its rows draft the tokens that they drafted.
 
@@ -182,7 +182,7 @@ def _begun(
 
 
 def _check_embedding(theirs_VH: Tensor, ours_VH: Tensor, folder: Path) -> None:
-    """Raises ValueError unless an embedding is the trunk's, in any type."""
+    """Raise ValueError unless an embedding equals the trunk's, in any type."""
     if not torch.allclose(theirs_VH.float(), ours_VH[: len(theirs_VH)].float(), rtol=1e-2, atol=1e-5):
         raise ValueError(
             f"{folder}: '{WORDS}' is not the trunk's embedding, which drafters here draft with; give a drafter that "
@@ -191,7 +191,7 @@ def _check_embedding(theirs_VH: Tensor, ours_VH: Tensor, folder: Path) -> None:
 
 
 def _stored(rule: Rule, folder: HFFolder) -> Group:
-    """The tensors of a rule; ids of tokens are int64, and may have no list in the folder."""
+    """Return the tensors of a rule; token ids are int64, and may be missing from the folder."""
     if (piece := rule.mcore[0]).key != VOCABULARY:
         return group_of(folder, rule, Options())
 

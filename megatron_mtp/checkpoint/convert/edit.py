@@ -190,12 +190,12 @@ def copied(reader: DistReader, key: str) -> Group:
 
 
 def _carried(reader: DistReader) -> list[str]:
-    """The Hugging Face names of the tensors that are carried."""
+    """Return the Hugging Face names of carried tensors."""
     return [key.removeprefix(CARRIED) for key in reader.keys if key.startswith(CARRIED)]
 
 
 def _carried_parts(reader: DistReader, source: Path, keep: int) -> frozenset[str]:
-    """Names in the Hugging Face folder of tensors of later MTP layers than `keep` that Megatron has no module for."""
+    """Return Hugging Face names of tensors in MTP layers after `keep` for which Megatron has no module."""
     carried = _carried(reader)
     config = HFConfig.read(source / HF_FILES) if carried else None
     stored = None if config is None else family_of(config).depths
@@ -263,7 +263,7 @@ class Template:
 
 
 def _last_of_kinds(pattern: str) -> list[int]:
-    """Indices of a trunk's last attention and its last MLP or MoE, those that exist; else of its last layer."""
+    """Return indices of a trunk's last attention and last MLP or MoE, if they exist; else of its last layer."""
     kinds = without_stages(pattern)
     attention = Symbols.ATTENTION + Symbols.MLA + Symbols.DS_ATTENTION
     last = [max(map(kinds.rfind, group)) for group in (attention, Symbols.MLP + Symbols.MOE)]
@@ -273,7 +273,7 @@ def _last_of_kinds(pattern: str) -> list[int]:
 def _depth(
     reader: DistReader, depth: int, template: Template, init: Init, fitted: Callable[[], Tensor] | None
 ) -> Iterator[Group]:
-    """The tensors of the depth of this index, from 0; ValueError where `random` has no rule for one."""
+    """Return the tensors of the depth with this index, from 0. Raise ValueError if `random` has no rule for one."""
     weights = RandomWeights.of(reader.common()["args"], template.layers, init.seed)
     for key, pattern, shape in _keys(reader, depth, template):
         dtype = reader.dtype(pattern)
@@ -289,7 +289,7 @@ def _depth(
 
 
 def _keys(reader: DistReader, depth: int, template: Template) -> Iterator[tuple[str, str, Shape]]:
-    """Key, key of the corresponding tensor of the trunk, and shape of every tensor of an MTP layer."""
+    """Return key, key of the matching trunk tensor, and shape of every tensor of an MTP layer."""
     mcore, norm = f"mtp.layers.{depth}.", template.norm
     copies = {norm: [f"{name}." for name in ("enorm", "hnorm", "final_layernorm")]}
     copies |= {f"decoder.layers.{layer}.": [inside] for layer, inside in template.stack.items()}

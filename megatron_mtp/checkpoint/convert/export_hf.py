@@ -112,7 +112,7 @@ def plan_export(source: Path | DistReader, target: Path, options: Options, form:
 
 
 def _drafter_note(export: "Export") -> dict[str, str]:
-    """Note that the drafter inside of the model was made for the hidden states of the trunk before its training."""
+    """Return a note that the drafter inside the model was made for the trunk's hidden states before training."""
     inner = InnerDrafter.of({}, (tensor.name for rule in export.rules for tensor in rule.hf))
     if inner is None or export.reader.folder.name == RELEASE:
         return {}
@@ -194,7 +194,7 @@ class Export:
         return Group(entries, size, make)
 
     def _whole(self, rule: Rule, options: Options) -> list[Entry]:
-        """The tensors that a rule makes, without quantization."""
+        """Return the tensors that a rule produces, without quantization."""
         first = rule.hf[0].name
         if (folder := self.lent.get(first)) is not None:
             return [Entry([first], folder.shape(first), options.cast(first, folder.dtype(first)))]
@@ -273,7 +273,7 @@ class FolderFiles:
 
 
 def _lent(reader: DistReader, family: Family, layout: Layout, folder: HFFolder | None) -> dict[str, HFFolder]:
-    """Carried tensors that the checkpoint lacks, since Megatron does not save them; ValueError where none gives them.
+    """Return carried tensors that Megatron did not save in the checkpoint. Raise ValueError if no source has them.
 
     The layers of a trunk that Megatron cannot run are never taken from elsewhere.
     """

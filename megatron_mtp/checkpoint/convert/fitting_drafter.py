@@ -146,7 +146,7 @@ def fitted(fit: Fit, kind: HeadSpec, drafted_N: Tensor | None, seed: int, quiet:
 def _attention(
     args: Namespace, sizes: AttentionSizes, sums: Moments, embedded_H: Tensor, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """linear_qkv [G (M + 2) C, 2 H] and linear_proj [H, G M C] of the best residual that attention can make."""
+    """Return linear_qkv [G (M + 2) C, 2 H] and linear_proj [H, G M C] of the best residual that attention can make."""
     hidden, groups, channels = args.hidden_size, sizes.groups, sizes.channels
     heads = sizes.heads // groups
     best_HX = _solved(sums).double()

@@ -337,7 +337,7 @@ def _refused(donor: GraftSide, target: GraftSide, what: str) -> ValueError:
 
 
 def _check_computation(donor: GraftSide, target: GraftSide) -> int:
-    """Count Megatron's settings of both models; ValueError where one differs."""
+    """Count Megatron's settings of both models. Raise ValueError if one differs."""
     one, other = (
         {name: value for name, value in settings_of(side.args).items() if name not in OF_TRUNKS}
         for side in (donor, target)
@@ -348,7 +348,7 @@ def _check_computation(donor: GraftSide, target: GraftSide) -> int:
 
 
 def _check_carried(donor: GraftSide, target: GraftSide) -> int:
-    """Count the keys of both configs; ValueError where one differs, or Megatron can run one of the models."""
+    """Count the keys of both configs. Raise ValueError if one differs, or Megatron can run one of the models."""
     one, other = donor.carried, target.carried
     if one is None or other is None or one.config.model_type != other.config.model_type:
         side, beside = (donor, target) if one is not None else (target, donor)
@@ -364,7 +364,7 @@ def _check_carried(donor: GraftSide, target: GraftSide) -> int:
 
 
 def _compare_rows(donor: GraftSide, target: GraftSide) -> list[str]:
-    """Say how many tokens more or fewer the trunk has; ValueError where MTP layers need a row for each token."""
+    """Return how many more or fewer tokens the trunk has. Raise ValueError if MTP layers need a row for each token."""
     if DRAFT_VOCABULARY in donor.entries:
         (group,) = (group for part in donor.parts for group in part if DRAFT_VOCABULARY in group.entries[0].keys)
         if (largest := int(group.make()[0].max())) >= target.rows:
@@ -379,7 +379,7 @@ def _compare_rows(donor: GraftSide, target: GraftSide) -> list[str]:
 
 
 def _usual_type(entries: Iterable[Entry]) -> torch.dtype:
-    """The type of most floating-point numbers."""
+    """Return the most common floating-point type, counted by numbers."""
     sizes: Counter[torch.dtype] = Counter()
     for entry in entries:
         sizes[entry.dtype] += prod(entry.shape) * entry.dtype.is_floating_point
@@ -387,7 +387,7 @@ def _usual_type(entries: Iterable[Entry]) -> torch.dtype:
 
 
 def _types_of(trunk: GraftSide) -> Callable[[str, torch.dtype], torch.dtype]:
-    """The type of an MTP layer's tensor, from its key and its own type: as of the same weight of the trunk's layers."""
+    """Return a function from an MTP tensor's key and type to the type of the same weight in the trunk's layers."""
     usual = _usual_type(trunk.entries.values())
     layers = {_OUTSIDE.sub("", key): one.dtype for key, one in trunk.entries.items() if _OUTSIDE.match(key)}
 
@@ -400,7 +400,7 @@ def _types_of(trunk: GraftSide) -> Callable[[str, torch.dtype], torch.dtype]:
 
 
 def _cast(group: Group, type_of: Callable[[str, torch.dtype], torch.dtype]) -> Group:
-    """The group with its tensors in other types."""
+    """Return the group with its tensors converted to other types."""
     entries = [replace(entry, dtype=type_of(entry.keys[0], entry.dtype)) for entry in group.entries]
     if entries == group.entries:
         return group
@@ -412,7 +412,7 @@ def _cast(group: Group, type_of: Callable[[str, torch.dtype], torch.dtype]) -> G
 
 
 def _check_layers(donor: GraftSide, target: GraftSide) -> None:
-    """Raises ValueError where an MTP layer has not the form of the trunk's last layers of the same kind."""
+    """Raise ValueError if an MTP layer differs in form from the trunk's last layers of the same kind."""
     for inside, layer in _counterparts(donor, target):
         of_donor, of_trunk = _form(donor.shapes, inside), _form(target.shapes, layer)
         for name in sorted(of_donor | of_trunk):
@@ -423,7 +423,7 @@ def _check_layers(donor: GraftSide, target: GraftSide) -> None:
 
 
 def _counterparts(donor: GraftSide, target: GraftSide) -> Iterator[tuple[str, str]]:
-    """Prefixes of every layer inside the first MTP layer, and of a layer of the trunk of the same kind."""
+    """Return the prefixes of every layer inside the first MTP layer, and of a trunk layer of the same kind."""
     trunk, depths = target.layers[0], donor.layers[1]
     if trunk is None:
         yield f"mtp.layers.0.{SHARDED_TF_LAYER}.", f"decoder.layers.{target.last_layer}."
@@ -434,13 +434,13 @@ def _counterparts(donor: GraftSide, target: GraftSide) -> Iterator[tuple[str, st
 
 
 def _form(shapes: Mapping[str, Shape], prefix: str) -> dict[str, Shape]:
-    """Shapes of a layer's tensors by their names in it; norms by one of their two names."""
+    """Return shapes of a layer's tensors by their names within it; norms under one of their two names."""
     names = {key: min(key, other_key(key) or key) for key in shapes if key.startswith(prefix)}
     return {name.removeprefix(prefix): shapes[key] for key, name in names.items()}
 
 
 def _compare_tokens(donor: GraftSide, target: GraftSide, trust_remote_code: bool) -> tuple[list[str], list[str]]:
-    """Say what is known of tokens that both tokenizers have, and what is not; ValueError where one has another id."""
+    """Describe what is known of tokens that both tokenizers have. Raise ValueError if one has another id."""
     one, other = donor.tokenizer, target.tokenizer
     if one is None or other is None:
         path = donor.path if one is None else target.path

@@ -112,7 +112,7 @@ def plan_migration(source: Path, to_hybrid: bool) -> Conversion:
 
 
 def _check_optimizer(common: dict[str, Any], pattern: str, source: str) -> None:
-    """Raises ValueError where the optimizer's state lies in another order in the other form."""
+    """Raise ValueError if the other form would order the optimizer's state differently."""
     form, args = sharding_type(common), common["args"]
     remedy = "save it again by megatron-mtp train with --dist-ckpt-optim-fully-reshardable, and convert that"
     if form not in (*BY_PARAMETER, BY_BUCKET):
@@ -127,7 +127,7 @@ def _check_optimizer(common: dict[str, Any], pattern: str, source: str) -> None:
 
 
 def _parts(reader: DistReader, keys: dict[str, list[str]]) -> list[list[Group]]:
-    """Stored pieces of all tensors, for their new keys, as many to a part as fit."""
+    """Group stored pieces of all tensors, under their new keys, into parts; each part has as many as fit a file."""
     parts: list[list[Group]] = [[]]
     room = FILE_BYTES
     for key, names in keys.items():
@@ -201,7 +201,7 @@ def gpt_arguments(args: Namespace, source: str) -> Namespace:
 
 
 def _check_layers(args: Namespace, source: str) -> None:
-    """Raises ValueError where the arguments of a GPT do not say what its layers are."""
+    """Raise ValueError if the arguments of a GPT do not determine its layers."""
     layers, frequency = args.num_layers, args.moe_layer_freq
     counts = {"num_layers": layers, "mtp_num_layers": args.mtp_num_layers or 1}
     if isinstance(frequency, int):
@@ -214,7 +214,7 @@ def _check_layers(args: Namespace, source: str) -> None:
 
 
 def _check_order(trunk: str, said: str) -> None:
-    """Raises ValueError at the first symbol that is not a half of a GPT's layer, or in another order."""
+    """Raise ValueError at the first symbol that is not half of a GPT layer, or is out of order."""
     for index, symbol in enumerate(trunk):
         if symbol not in ATTENTION + CHANNELS:
             kind = KINDS.get(symbol, "no layer of Megatron")
@@ -229,7 +229,7 @@ def _check_order(trunk: str, said: str) -> None:
 
 
 def _layers(args: Namespace) -> list[str]:
-    """The symbols of every layer: attention, and an MLP or, by --moe-layer-freq, experts."""
+    """Return the symbols of every layer: attention, and an MLP or, by --moe-layer-freq, experts."""
     attention = Symbols.MLA if args.multi_latent_attention else Symbols.ATTENTION
     layers, frequency = range(args.num_layers), args.moe_layer_freq
     moe = [n % frequency == 0 for n in layers] if isinstance(frequency, int) else frequency
@@ -237,7 +237,7 @@ def _layers(args: Namespace) -> list[str]:
 
 
 def _changed(args: Namespace, hybrid_layer_pattern: str | None, **changes: Any) -> Namespace:
-    """The arguments with another pattern (None: of a GPT), and the number of layers that goes with it."""
+    """Return the arguments with another pattern (None: of a GPT), and the matching number of layers."""
     changes["hybrid_layer_pattern"] = hybrid_layer_pattern
     layers = args.num_layers * 2 if hybrid_layer_pattern else args.num_layers // 2
     changes |= {name: layers for name in ("num_layers", "encoder_num_layers") if getattr(args, name, None) is not None}
@@ -338,6 +338,6 @@ def _half(rest: str, key: str) -> int:
 
 
 def _in_hybrid(rest: str, symbol: str) -> str:
-    """A layer's part under the name that it has in a hybrid, where the norm before experts stands alone."""
+    """Return a layer part's name in a hybrid, where the norm before experts is a separate module."""
     norm = _MLP_NORM.fullmatch(rest)
     return rest if norm is None else (OWN_NORM if symbol == Symbols.MOE else FUSED_NORM) + norm.group(1)

@@ -146,7 +146,7 @@ def write_weights(
 
 
 def _emptied(bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The pairs in order; none is held once it is out."""
+    """Yield the pairs in order, and drop each one."""
     bucket.reverse()
     while bucket:
         yield bucket.pop()

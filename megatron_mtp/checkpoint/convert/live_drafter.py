@@ -97,7 +97,7 @@ def _weights(form: DrafterForm, reader: LiveReader) -> Iterator[tuple[str, Tenso
 
 
 def _read(model: Chunks, head: str | None) -> tuple[DrafterForm, LiveReader]:
-    """The form of a drafter's folder, which reads layers by the numbers of a folder, and the model's tensors."""
+    """Return the form of a drafter's folder, with layers numbered as in a folder, and the model's tensors."""
     chunks = _chunks(model)
     drafters: dict[str, tuple[str, HeadSpec]] = {}
     for chunk in chunks:
@@ -120,7 +120,7 @@ def _chunks(model: Chunks) -> list[Any]:
 
 
 def _arguments(model: Any) -> Namespace:
-    """What a folder's config needs of Megatron's arguments."""
+    """Return the Megatron arguments that a folder's config needs."""
     return Namespace(
         num_layers=model.config.num_layers,
         hybrid_layer_pattern=getattr(model, "hybrid_layer_pattern", None),

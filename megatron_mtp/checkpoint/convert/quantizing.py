@@ -133,5 +133,5 @@ def loaded_by(coded: Mapping[str, Form], shapes: Mapping[str, Shape]) -> str:
 
 
 def _experts_of(name: str) -> str:
-    """The common module of a layer's experts, for the weight of one; the module of other weights."""
+    """Return the common module of a layer's experts for one expert's weight, and a weight's own module otherwise."""
     return _EXPERT.sub(r"\1", module_of(name))

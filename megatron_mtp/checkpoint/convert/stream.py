@@ -175,13 +175,13 @@ class Conversion:
         return counts | disk | self.facts | self.notes
 
     def _room(self, target: Path) -> tuple[int, int | None]:
-        """Bytes that are written, and those that the disk has for them; None where it does not tell."""
+        """Return the bytes to write and the bytes free on the disk; None if the free space is unknown."""
         there = next(path for path in (target, *target.absolute().parents) if path.exists())
         usage = shutil.disk_usage(there)
         return sum(entry.bytes for entry in self.entries), usage.free if usage.total else None
 
     def _check_room(self, target: Path) -> None:
-        """Raises ValueError where the disk is too small; what an interrupted run has written counts as room."""
+        """Raise ValueError if the disk is too small; files of an interrupted run count as free space."""
         size, free = self._room(target)
         whole = resolved(target)
         begun = whole.with_name(f"{whole.name}.partial").rglob("*")
@@ -221,7 +221,7 @@ def _is_whole(files: Files, record: Any) -> bool:
 
 
 def _odd(names: list[str]) -> dict[str, str]:
-    """What is said of tensors that have numbers which are NaN or infinite; nothing without one."""
+    """Return a message about tensors with NaN or infinite numbers; empty without one."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     says = f"as in the source, some numbers are NaN or infinite in '{names[0]}'{more}" if names else ""
     return {"not finite": f"{says}; megatron-mtp audit names all"} if names else {}

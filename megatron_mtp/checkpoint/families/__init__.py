@@ -63,7 +63,7 @@ def family_of(config: HFConfig) -> Family:
 
 
 def _unknown(config: HFConfig) -> str:
-    """Why a model does not convert, the nearest type that does, and what can be done."""
+    """Explain why a model does not convert, the nearest type that does, and what can be done."""
     row, inner = described(config.model_type, config.text_type), InnerDrafter.of(config.keys, ())
     drafts = f", and its '{inner.keys[0]}' is of {inner.says} inside of the model, not of MTP layers" if inner else ""
     audited = "megatron-mtp audit describes the folder"

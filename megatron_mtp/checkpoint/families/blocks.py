@@ -248,7 +248,7 @@ def moe_rules(place: Place, m: MoE) -> list[Rule]:
 
 
 def _packed(hf: str, mcore: str, m: MoE) -> list[Rule]:
-    """The experts of a layer in two tensors, [E, 2F, H] with gates first, and [E, H, F]: as Megatron has them."""
+    """Return a layer's experts as two tensors in Megatron's order: [E, 2F, H] with gates first, and [E, H, F]."""
     fc1, fc2 = (m.experts, 2 * m.width, m.hidden), (m.experts, m.hidden, m.width)
     return [
         rename(f"{hf}experts.gate_up_proj", f"{mcore}experts.experts.linear_fc1.weight", fc1),

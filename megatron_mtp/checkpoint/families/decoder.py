@@ -226,14 +226,14 @@ class Decoder:
             raise UntrainableError(IGNORED_PART)
 
     def _window_flags(self, config: HFConfig) -> list[str]:
-        """Flags of sliding windows: transformers counts a query's own position, Megatron those before it."""
+        """Return flags of sliding windows: transformers counts a query's own position, Megatron only earlier ones."""
         if not any(windows := self.windows(config)):
             return []
         before = config.integer("sliding_window") - 1
         return [*pairs({"window-size": f"{before},0"}), *by_layer("window-attn-skip-freq", windows)]
 
     def _multiplier_flags(self, config: HFConfig) -> list[str]:
-        """Flags of muP: Megatron multiplies the scores by sqrt(base) / width, with a base that gives the factor."""
+        """Return flags of muP: Megatron multiplies scores by sqrt(base) / width; the base is chosen for the factor."""
         if self.multipliers is None:
             return []
         factors = self.multipliers(config)
@@ -243,7 +243,7 @@ class Decoder:
 
 
 def _where(flag: str, chosen: list[bool]) -> list[str]:
-    """`by_layer`, if a layer is chosen."""
+    """Return `by_layer`, if a layer is chosen."""
     return by_layer(flag, chosen) if any(chosen) else []
 
 
@@ -257,7 +257,7 @@ def _norm_biases(place: Place, hidden: int, *, moe: bool) -> list[Rule]:
 
 
 def _scaled(rule: Rule, factor: float, layout: Layout) -> Rule:
-    """The rule with the factor in Megatron's tensor, if it is that of a projection into the residual stream."""
+    """Return the rule with the factor in Megatron's tensor, if the rule is a projection into the residual stream."""
     if factor == 1 or not rule.hf[0].name.endswith(ADDED):
         return rule
     original = layout.has(ORIGINAL_WEIGHTS)

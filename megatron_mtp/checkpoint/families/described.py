@@ -70,7 +70,7 @@ class Described:
 
 
 def _numbered(title: str, types: str, reason: str, frame: tuple[str, ...] = DEEPSEEK, **others: object) -> Described:
-    """A family with DeepSeek's names."""
+    """Create a family with DeepSeek's names."""
     return Described(title, tuple(types.split()), reason, frame=frame, **others)  # type: ignore[arg-type]
 
 

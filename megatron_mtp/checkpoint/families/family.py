@@ -249,7 +249,7 @@ class Family:
         return frozenset(found - of_trunk)
 
     def _named(self, config: HFConfig, names: Collection[str], with_depths: bool) -> set[str]:
-        """Names that the rules give to a folder in the form of `names`, for as many MTP layers as can be."""
+        """Return tensor names that the rules give in the form of `names`, for the largest number of MTP layers."""
         features = {name for name, pattern in self.features.items() if _any_matches(pattern, names)}
         most = 0
         if self.depths is not None and with_depths:

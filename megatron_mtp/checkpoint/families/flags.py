@@ -130,7 +130,10 @@ UNSCALED = {
 
 
 def _latent_rope_flags(config: HFConfig) -> list[str]:
-    """Flags of rotary positions in latent attention; `add_yarn_arguments` adds those that Megatron's parser lacks."""
+    """Return flags of rotary positions in latent attention.
+
+    `add_yarn_arguments` adds flags that Megatron's parser lacks.
+    """
     rope = _rope(config)
     scaling, base = _scaling(rope), _base(rope)
     if rotated_part(config) != 1:
@@ -160,7 +163,7 @@ def _scaling_flags(scaling: Scaling, rope: dict[str, Any], is_latent: bool) -> l
 
 @contextmanager
 def _untrainable() -> Iterator[None]:
-    """Rotary settings that Megatron does not compute."""
+    """Return rotary settings that Megatron does not compute."""
     try:
         yield
     except ValueError as error:
@@ -261,7 +264,7 @@ def _check_router(config: HFConfig) -> None:
 
 
 def _group_flags(config: HFConfig, experts: int, chosen: int) -> list[str]:
-    """Flags of a choice among groups of experts.
+    """Return flags of group-limited expert routing.
 
     transformers scores a group by the sum of its two best experts, Megatron by its `chosen // some` best.
     """

@@ -65,7 +65,7 @@ def delta_rules(place: Place, config: HFConfig, layout: Layout) -> list[Rule]:
 
 
 def _delta_rows(config: HFConfig) -> dict[str, int]:
-    """Rows of the projection by what they make, under Megatron's names and in its order; queries are like keys."""
+    """Return rows of the projection by their output, under Megatron's names and in its order; queries are like keys."""
     keys, values = (config.integer(f"linear_num_{kind}_heads") for kind in ("key", "value"))
     if values % keys:
         raise ConfigError(
@@ -76,7 +76,7 @@ def _delta_rows(config: HFConfig) -> dict[str, int]:
 
 
 def _grouped(hf: str, mcore: str, rows: dict[str, int], config: HFConfig) -> list[Rule]:
-    """A key head's query, key, values and gates, then those of the next; and so its values' betas and alphas."""
+    """Order a key head's query, key, values and gates before the next head's; likewise its values' betas and alphas."""
     keys, hidden, rules = config.integer("linear_num_key_heads"), config.integer("hidden_size"), []
     for name, parts in {"in_proj_qkvz": ("query", "key", "value", "z"), "in_proj_ba": ("beta", "alpha")}.items():
         whole = {part: rows[part] for part in parts}
@@ -120,13 +120,13 @@ def mamba_rules(place: Place, config: HFConfig) -> list[Rule]:
 
 
 def _split(hf: str, mcore: str, rows: dict[str, int], rest: Shape, how: Map | None = None) -> Rule:
-    """Cut an HF tensor into Megatron's; the parts follow each other in HF unless `how` says otherwise."""
+    """Cut an HF tensor into Megatron's; the parts are consecutive in HF unless `how` says otherwise."""
     pieces = tuple(Piece(f"{mcore}{part}", (count, *rest)) for part, count in rows.items())
     return Rule((HFTensor(hf, (sum(rows.values()), *rest)),), pieces, how or Split(tuple(rows.values())))
 
 
 def _delta_norm(hf: str, mcore: str, width: int, original: bool) -> Rule:
-    """Megatron's norm behind the delta rule is zero-centered as all others of the model are; HF's is not."""
+    """Convert the norm after the delta rule: Megatron's is zero-centered like the model's other norms; HF's is not."""
     kept = [Piece(f"{ORIGINAL}{hf}", (width,))] * original
     return Rule((HFTensor(hf, (width,)),), (*kept, Piece(mcore, (width,), wide=True)), Computed(original, minus=1))
 
@@ -150,7 +150,7 @@ def _qwen_rules(config: HFConfig, layout: Layout) -> list[Rule]:
 
 
 def _qwen_layer(config: HFConfig, layout: Layout, kinds: str, places: list[Place], packed: bool) -> list[Rule]:
-    """Rules of a layer of the folder, which is two layers in Megatron, of these kinds at these places."""
+    """Return rules of one layer of the folder, which is two layers in Megatron, of these kinds and indices."""
     first, second = places
     channels = _qwen_channel_rules(config, layout, kinds[1], second, packed)
     if kinds[0] == "G":
@@ -176,7 +176,7 @@ _qwen_attention = partial(llama_attention, norms=True, gated=True)
 
 
 def _qwen_trunk(config: HFConfig) -> list[str]:
-    """Megatron's two symbols of every layer."""
+    """Return Megatron's two symbols of every layer."""
     count = layers(config)
     interval = config.integer("full_attention_interval", default=4)
     usual = ["linear_attention" if number % interval else "full_attention" for number in range(1, count + 1)]
@@ -186,7 +186,7 @@ def _qwen_trunk(config: HFConfig) -> list[str]:
 
 
 def _qwen_depth(config: HFConfig) -> str:
-    """Megatron's symbols of the depth; engines give it the MLP or the experts that the first layer would have."""
+    """Return Megatron's symbols of the depth; engines give it the MLP or experts that the first layer would have."""
     return f"*{_qwen_channels(config, 0)}"
 
 
@@ -240,7 +240,7 @@ def _nemotron_frame(config: HFConfig, layout: Layout) -> list[Rule]:
 
 
 def _around(config: HFConfig, depth: int) -> list[Rule]:
-    """Rules of a depth's parts around its row of layers, which are on the first and on the last."""
+    """Return rules of a depth's parts outside its layers, which are stored on the first and the last layer."""
     row = len(_nemotron_row(config))
     first, last = f"mtp.layers.{depth * row}.", f"mtp.layers.{(depth + 1) * row - 1}."
     names = (f"{first}enorm", f"{first}hnorm", f"{first}eh_proj", f"{last}final_layernorm")
@@ -276,23 +276,23 @@ def _nemotron_layer(config: HFConfig, layout: Layout, kind: str, place: Place) -
 
 
 def _nemotron_latent(config: HFConfig) -> int | None:
-    """Size of the latent between hidden state and experts; None without one."""
+    """Return the size of the latent between hidden state and experts; None without one."""
     return config.integer("moe_latent_size") if config.has("moe_latent_size") else None
 
 
 def _nemotron_trunk(config: HFConfig) -> str:
-    """Megatron's symbols of the trunk's layers."""
+    """Return Megatron's symbols of the trunk's layers."""
     return _symbols(config, "layers_block_type", "layer_types", "hybrid_override_pattern") or "ME*-"
 
 
 def _nemotron_row(config: HFConfig) -> str:
-    """Megatron's symbols of a depth's layers."""
+    """Return Megatron's symbols of a depth's layers."""
     named = _symbols(config, "mtp_layers_block_type") or "*E"
     return (_symbols(config, "mtp_hybrid_override_pattern") or named) if named == "*E" else named
 
 
 def _symbols(config: HFConfig, *keys: str) -> str | None:
-    """From the first of these keys that is present: a list of kinds, or a text of symbols."""
+    """Read the first of these keys that is present: a list of kinds, or a string of symbols."""
     key = next((key for key in keys if config.has(key)), None)
     if key is None:
         return None
@@ -339,7 +339,7 @@ def _nemotron_check(config: HFConfig) -> None:
 
 
 def _unlimited(limit: object) -> bool:
-    """True if time steps may be anything from 0; transformers writes infinity as an object."""
+    """Return whether time steps are unlimited above 0; transformers writes infinity as an object."""
     if not isinstance(limit, list | tuple) or len(limit) != 2:
         return False
     return limit[0] == 0 and limit[1] in (math.inf, {"__float__": "Infinity"})

@@ -51,7 +51,7 @@ def misnamed(stored: Collection[str], wanted: Iterable[str]) -> dict[str, str]:
 
 
 def _root(wrong: str, right: str) -> tuple[str, str]:
-    """Beginnings of two names, up to the first part that they share and its number: 'x.mtp.' and 'mtp.'."""
+    """Return the prefixes of two names, up to the first common part and its number: 'x.mtp.' and 'mtp.'."""
     one, other = wrong.split("."), right.split(".")
     same = next((n for n, pair in enumerate(zip(one[::-1], other[::-1], strict=False)) if len({*pair}) > 1), None)
     tail = one[len(one) - (min(len(one), len(other)) if same is None else same) :]

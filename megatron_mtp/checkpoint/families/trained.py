@@ -116,7 +116,7 @@ def expert_keys(args: Namespace) -> dict[str, Any]:
 
 
 def _split_mlp(args: Namespace) -> dict[str, Any]:
-    """A dense MLP as experts: see `split_mlp_rules`."""
+    """Split a dense MLP into experts: see `split_mlp_rules`."""
     if args.ffn_hidden_size % 4:
         raise ValueError(
             f"--ffn-hidden-size {args.ffn_hidden_size} cannot be shared out among two routed and a shared expert, "
@@ -149,7 +149,7 @@ def _routed(args: Namespace) -> dict[str, Any]:
 
 
 def _dense_first(args: Namespace) -> int | None:
-    """Number of dense layers before the first with experts; None if a dense one follows it."""
+    """Return the number of dense layers before the first with experts; None if a dense layer follows it."""
     frequency = args.moe_layer_freq
     if isinstance(frequency, int):
         return 0 if frequency == 1 else None

@@ -218,7 +218,7 @@ def frame(
 
 
 def _shared(names: list[str], key: str, shape: tuple[int, int], tied: bool = False) -> Rule:
-    """A rule for one Megatron tensor with padded rows, and all HF tensors that must equal it."""
+    """Return a rule for one Megatron tensor with padded rows, and all HF tensors that must equal it."""
     return Rule(
         tuple(HFTensor(name, shape) for name in names), (Piece(key, shape, padded=True),), Copies(tuple(names), tied)
     )

@@ -72,12 +72,15 @@ Flags = Callable[[HFConfig, Layout], list[str]]
 
 
 def _of_whole(flags: Flags | None) -> Flags | None:
-    """Flags of a text model, from a config with the head of the folder around it."""
+    """Return flags of a text model, from a config that includes the head of the whole folder."""
     return None if flags is None else lambda config, layout: flags(_tied(config, layout), layout)
 
 
 def _tied(config: HFConfig, layout: Layout) -> HFConfig:
-    """The config with a head of its own if the folder stores one: the text model's key says nothing of the whole."""
+    """Return the config with an untied head if the folder stores one.
+
+    The text model's key does not cover the folder.
+    """
     return replace(config, keys={**config.keys, "tie_word_embeddings": not layout.has("head")})
 
 

@@ -167,7 +167,7 @@ class HFFolder:
         self._faults.append((error, list(lost)))
 
     def _hide_parts(self) -> None:
-        """List weights in the place of the tensors that hold them, and leave out scales of activations."""
+        """List weights instead of the tensors that store them, and leave out scales of activations."""
         for name, weight in self.quantized.items():
             first = self._parts[next(iter(weight.parts.values()))]
             for part in weight.parts.values():
@@ -288,7 +288,9 @@ def stored_in(file: Path) -> dict[str, Stored]:
 
 
 def _files(folder: Path) -> dict[Path, list[str] | None]:
-    """Files of a folder, each with the tensors that the index lists; None for a file that it does not name.
+    """Return the files of a folder, each with the tensors that the index lists.
+
+    None for a file that is not in the index.
 
     Some releases keep MTP layers in a file that the index or transformers leaves out. It is read too.
     """
@@ -314,7 +316,7 @@ def _indexed(folder: Path) -> dict[Path, list[str] | None]:
 
 
 def _check_there(file: Path, folder: Path, name: str) -> None:
-    """Raises ValueError where a file that the index names for a tensor is not in the folder."""
+    """Raise ValueError if a file that the index names for a tensor is not in the folder."""
     if file.parent != folder:
         raise ValueError(
             f"{folder / INDEX} puts '{name}' into '{str(file).removeprefix(f'{folder}/'):.100}', but shards must be "
@@ -383,7 +385,7 @@ def drafter_kind(path: Path) -> str | None:
 
 
 def _names_of(folder: Path) -> set[str]:
-    """The names of a folder's tensors, as far as its files can be read."""
+    """Return names of a folder's tensors, as far as its files can be read."""
     names = set[str]()
     for file in folder.glob("*.safetensors"):
         with suppress(OSError, SafetensorError), safe_open(file, "pt") as opened:
@@ -392,7 +394,7 @@ def _names_of(folder: Path) -> set[str]:
 
 
 def _is_adapter(folder: Path) -> bool:
-    """True if a folder holds an adapter (LoRA), with or without a config, and no model beside it."""
+    """Return whether a folder holds an adapter (LoRA), with or without a config, and no model."""
     weights = [file.name for file in folder.glob("*.safetensors")]
     whole = any(not name.startswith("adapter_") for name in weights)
     return (folder / ADAPTER).is_file() and not (whole and (folder / CONFIG).is_file())

@@ -106,7 +106,7 @@ def quantized_weights(
 
 
 def _left_over(name: str, dtype: torch.dtype | None, stored: StoredParts) -> str | None:
-    """The scale beside a whole weight, which would be multiplied by some loaders."""
+    """Return a leftover scale of an unquantized weight, which some loaders would multiply."""
     if dtype is None or not dtype.is_floating_point or dtype in FP8:
         return None
     found = [f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in stored]
@@ -117,7 +117,7 @@ def _left_over(name: str, dtype: torch.dtype | None, stored: StoredParts) -> str
 def _fitted(
     name: str, forms: Mapping[Form, str], stored: StoredParts, numbers: Numbers, read: Callable[[str], Tensor] | None
 ) -> tuple[str, Quantized]:
-    """The weight of a tensor of numbers, in the forms that fit, or with the fault of the nearest.
+    """Return a weight in the forms that fit its tensors, or with the fault of the nearest form.
 
     The nearest form is the one with most parts there, then with most of its types, then without a missing part.
     """
@@ -145,7 +145,7 @@ def _fitted(
 def _shape_in(
     form: Form, weight: str, stored: StoredParts, numbers: Numbers, read: Callable[[str], Tensor] | None
 ) -> Shape | None:
-    """The shape of a weight in a form; MisfitError if its tensors are not of this form."""
+    """Return the shape of a weight in a form. Raise MisfitError if its tensors do not have this form."""
     parts = form.find(weight, stored)
     if lost := form.lacks(parts):
         lacks = " and ".join(_in_words(weight, part) for part in lost)
@@ -162,7 +162,7 @@ def _shape_in(
 
 
 def _in_words(weight: str, part: str) -> str:
-    """The name of a part, or of one of several, in quotes."""
+    """Return the name of a part, or of one of several, in quotes."""
     return " or ".join(f"'{name_of(weight, one)}'" for one in part.split("|"))
 
 
@@ -247,7 +247,7 @@ class QuantizationSettings:
 
     @cached_property
     def _entries(self) -> tuple[frozenset[str], list[str]]:
-        """Entries that are names, and patterns."""
+        """Return entries that are names, and entries that are patterns."""
         every = dict.fromkeys(entry for each in self.lists.values() for entry in each)
         plain = frozenset(entry for entry in every if PLAIN.fullmatch(entry))
         return plain, [entry for entry in every if entry not in plain]
@@ -296,7 +296,7 @@ class QuantizationSettings:
         return self.promised("") is not None and bool(self.groups or self.keys.get("quant_method") != COMPRESSED)
 
     def _group_of(self, module: str) -> dict[str, Any] | None:
-        """The group that targets a module, as compressed-tensors chooses it: by name, by pattern, by class."""
+        """Return the group that targets a module, chosen as in compressed-tensors: by name, by pattern, by class."""
         groups = self.groups
         each = [(("re:" in one, one), weights) for targets, weights in groups for one in targets]
         named = sorted((pair for pair in each if names(pair[0][1], module, COMPRESSED)), key=lambda pair: pair[0])
@@ -309,7 +309,7 @@ def _counts(value: Any) -> bool:
 
 
 def _is_scheme(scheme: tuple[str, int, tuple[str, ...]], weights: Mapping[str, Any]) -> bool:
-    """True if compressed-tensors quantizes so: type, bits (0: any), and one of the strategies where it names one."""
+    """Return whether compressed-tensors quantizes this way: type, bits (0: any), and a strategy if it names one."""
     kind, bits, strategies = scheme
     same = weights.get("type") == kind and bits in (0, weights.get("num_bits"))
     return same and (weights.get("strategy") is None or weights["strategy"] in strategies)

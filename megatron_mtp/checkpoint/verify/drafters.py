@@ -84,7 +84,7 @@ def verify_drafter(folder: Path, mcore: Path, seed: int = 0, count: str | None =
 
 
 def _same_tensors(form: DrafterForm, folder: Path, reader: DistReader) -> Check:
-    """Compare all tensors both ways; one that the other side lacks, or has in another shape, differs."""
+    """Compare all tensors both ways; a tensor that the other side lacks, or has in another shape, differs."""
     stored, rules = HFFolder(folder), form.rules(head_key(reader))
     pieces = {piece.key: piece.shape for rule in rules for piece in rule.mcore if piece.key.startswith(DRAFTER)}
     held = {key: reader.shape(key) for key in reader.keys if key.startswith(DRAFTER)}
@@ -258,7 +258,7 @@ class Reference:
         return self.linear(f"{place}o_proj", made.transpose(0, 1).flatten(1))
 
     def _attended_by_latents(self, place: str, given: Tensor, position_T: Tensor, visible: Tensor) -> Tensor:
-        """Latent attention of all positions, whose keys' part with positions is one for all heads."""
+        """Compute latent attention of all positions; the rotary part of the keys is shared by all heads."""
         heads, content = self.keys["num_attention_heads"], self.keys["qk_nope_head_dim"]
         if f"{place}q_a_proj.weight" in self.weights:
             narrow = self.norm(f"{place}q_a_layernorm", self.linear(f"{place}q_a_proj", given))
@@ -277,7 +277,7 @@ class Reference:
         return self.linear(f"{place}o_proj", made.transpose(0, 1).flatten(1))
 
     def _turned(self, heads: Tensor, position_T: Tensor) -> Tensor:
-        """Heads [.., T, C] with rotary angles; each channel of the front half is turned with one of the back half."""
+        """Rotate heads [.., T, C]; each channel of the first half is paired with one of the second half."""
         angle = position_T[:, None] * self.frequencies
         cosine, sine = angle.cos() * self.factor, angle.sin() * self.factor
         front, back = heads.chunk(2, dim=-1)
@@ -292,7 +292,10 @@ class Reference:
         return state + self._convolved(f"{layer}mlp_conv.", normed, made, 1)
 
     def _convolved(self, place: str, normed_RH: Tensor, values_RH: Tensor, side: int) -> Tensor:
-        """DFlash2's convolution of one block, before a part (side 0) or after it; the values, where there is none."""
+        """Apply DFlash2's convolution of one block, before a part (side 0) or after it.
+
+        Return values unchanged without one.
+        """
         if (base := self.weights.get(f"{place}base_kernel")) is None:
             return values_RH
         taps, groups = base.size(1), base.size(2) // self.keys["conv_group_size"]
@@ -321,12 +324,12 @@ class Reference:
 
 
 def _in_halves(heads: Tensor) -> Tensor:
-    """Channels [.., C] that are turned in pairs, 0 with 1, 2 with 3, in the order of halves."""
+    """Reorder channels [.., C] that are rotated in pairs, 0 with 1, 2 with 3, into halves."""
     return heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def _by_token(logits: Tensor, tokens_N: Tensor | None, vocabulary: int) -> Tensor:
-    """Logits [.., V] of drafted tokens at their ids, with zeros for the others; without ids all tokens are drafted."""
+    """Return logits [.., V] of drafted tokens at their ids, zeros for others; without ids all tokens are drafted."""
     if tokens_N is None:
         return logits[:, :vocabulary]
     return logits.new_zeros(len(logits), vocabulary).index_copy_(-1, tokens_N.to(logits.device), logits)

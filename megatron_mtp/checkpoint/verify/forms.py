@@ -73,7 +73,7 @@ def _arguments(reader: DistReader) -> Namespace:
 
 
 def _in_order(one: DistReader, other: DistReader) -> tuple[DistReader, DistReader]:
-    """The GPT and the hybrid.
+    """Return the GPT and the hybrid.
 
     Raises:
         ValueError: both are the same, or Megatron cannot run one.
@@ -93,7 +93,7 @@ def _in_order(one: DistReader, other: DistReader) -> tuple[DistReader, DistReade
 def _same_tensors(
     name: str, gpt: DistReader, hybrid: DistReader, keys: Iterable[str], counterparts: Iterable[str], halves: Halves
 ) -> Check:
-    """Compare tensors bit by bit; one without a counterpart differs."""
+    """Compare tensors bit by bit; a tensor without a counterpart differs."""
     pairs = [(key, halves.hybrid_key(key)) for key in keys]
     wrong = [key for key, counterpart in pairs if not _same_bits(gpt, key, hybrid, counterpart)]
     wrong += sorted(set(counterparts) - {counterpart for _, counterpart in pairs})
@@ -111,7 +111,7 @@ def _same_bits(one: DistReader, key: str, other: DistReader, counterpart: str) -
 
 
 def _same_beside(gpt: DistReader, hybrid: DistReader) -> Iterator[Check]:
-    """Compare a run's progress, the objects that are not of a kernel, and the arguments, a GPT's as its hybrid's."""
+    """Compare a run's progress, stored objects except kernel states, and arguments; a GPT's as those of its hybrid."""
     theirs, ours = ({name: reader.common().get(name) for name in NUMBERS} for reader in (gpt, hybrid))
     wrong = [name for name in NUMBERS if not _equal(theirs[name], ours[name])]
     yield Check.none_differs("step, optimizer's settings and learning rate that differ", wrong, "the other checkpoint")
@@ -127,7 +127,7 @@ def _same_beside(gpt: DistReader, hybrid: DistReader) -> Iterator[Check]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """True if two states are equal, tensors inside them included."""
+    """Return whether two states are equal, including tensors inside them."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
     if isinstance(one, dict) and isinstance(other, dict):
@@ -146,7 +146,7 @@ def prompt_of(reader: DistReader, seed: int, length: int = LENGTH) -> Prompt:
 
 
 def _same_order(gpt: LanguageModule, hybrid: LanguageModule) -> Check:
-    """True if both models have their parameters in the same order, in which buffers of the optimizer hold them."""
+    """Return whether both models order their parameters, and so the optimizer's buffers, the same way."""
     names = [  # without the layer, which has another number in the other form
         [
             ".".join(name.split(".")[-2:]).replace("final_layernorm", "final_norm")
@@ -166,7 +166,7 @@ def _same_logits(gpt: LanguageModule, hybrid: LanguageModule, prompt: Prompt) ->
 
 
 def _same_step(gpt: LanguageModule, hybrid: LanguageModule, prompt: Prompt) -> Iterator[Check]:
-    """Compare a step of AdamW: the loss of trunk and MTP layers before and after it, and the gradients."""
+    """Compare one step of AdamW: the loss of trunk and MTP layers before and after it, and the gradients."""
     (their_losses, their_gradients), (our_losses, our_gradients) = (_step(model, prompt) for model in (gpt, hybrid))
     difference = max(abs(one - other) / abs(one) for one, other in zip(their_losses, our_losses, strict=True))
     yield Check("loss of a training step and after it, difference", difference, difference <= TOLERANCE, BOTH)
@@ -176,7 +176,7 @@ def _same_step(gpt: LanguageModule, hybrid: LanguageModule, prompt: Prompt) -> I
 
 
 def _step(model: LanguageModule, prompt: Prompt) -> tuple[list[float], list[Tensor]]:
-    """The losses before and after a step, and the gradients by parameter, in the model's order."""
+    """Return the losses before and after a step, and the gradients by parameter, in the model's order."""
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=RATE)
     loss = _loss(model, prompt)
     loss.backward()
@@ -187,7 +187,7 @@ def _step(model: LanguageModule, prompt: Prompt) -> tuple[list[float], list[Tens
 
 
 def _loss(model: LanguageModule, prompt: Prompt) -> Tensor:
-    """Cross-entropy, the sum over trunk and MTP layers; a draft vocabulary has the tokens modulo its size."""
+    """Return the cross-entropy summed over trunk and MTP layers; a draft vocabulary takes tokens modulo its size."""
     losses = []
     for ahead, logits_SV in enumerate(logits_of(model, prompt).values(), start=1):
         targets_S = prompt.tokens_BS[0, ahead:] % logits_SV.size(1)

@@ -105,7 +105,7 @@ def quieten() -> None:
 
 
 def _trunk(decoder: Any, hidden_BSH: Tensor, positions_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states before and after the final norm, from the input of the first layer."""
+    """Return hidden states before and after the final norm, from the input of the first layer."""
     seen: list[Tensor] = []
     final = decoder.norm_f if hasattr(decoder, "norm_f") else decoder.norm
     hook = final.register_forward_hook(lambda _, args, out: seen.extend((args[0], out)))
@@ -118,7 +118,7 @@ def _trunk(decoder: Any, hidden_BSH: Tensor, positions_S: Tensor) -> tuple[Tenso
 
 
 def _whole(model: Any, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
-    """Logits [S, V] of a model as its class computes them, with factors of embedding and logits if it has them."""
+    """Return logits [S, V] as the model's class computes them, with its factors of embedding and logits."""
     mask_BS = torch.ones_like(tokens_BS)
     out = model(tokens_BS, position_ids=positions_S.unsqueeze(0), attention_mask=mask_BS, use_cache=False)
     logits_SV: Tensor = out.logits[0]
@@ -129,7 +129,7 @@ def _whole(model: Any, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
 
 
 def _depths(form: DepthForm, config: Any, tensors: FolderTensors) -> Iterator[FolderTensors]:
-    """The tensors of every MTP layer."""
+    """Return the tensors of every MTP layer."""
     depth = 0
     while own := depth_tensors(tensors, form, config, depth):
         yield own
@@ -137,7 +137,7 @@ def _depths(form: DepthForm, config: Any, tensors: FolderTensors) -> Iterator[Fo
 
 
 def _mtp_model(form: DepthForm, model: Any, depths: list[FolderTensors], what: str) -> Any:
-    """transformers' model of the MTP layers behind a trunk; ValueError where it lacks a tensor or has other shapes."""
+    """Return transformers' model of the MTP layers. Raise ValueError if it lacks a tensor or has other shapes."""
     text, decoder, count = model.config.get_text_config(), model.get_decoder(), len(depths)
     first, row = text.num_hidden_layers, form.row(text)
     kinds = [*text.mtp_layers_block_type] if row > 1 else ["full_attention"] * count
@@ -167,7 +167,7 @@ def _mtp_model(form: DepthForm, model: Any, depths: list[FolderTensors], what: s
 
 
 def _named(own: FolderTensors, row: int) -> Iterator[tuple[str, Tensor]]:
-    """An MTP layer's tensors by the names in `MtpModel`, without its copies of embedding and head."""
+    """Return an MTP layer's tensors by their names in `MtpModel`, without its copies of embedding and head."""
     for name, tensor in own.items():
         if name in FRAME:
             yield f"{FRAME[name]}.weight", tensor
@@ -200,7 +200,7 @@ def _class_of(config: Any) -> Any:
 
 
 def _load(kind: Any, config: Any, tensors: FolderTensors, what: str) -> Any:
-    """A model of these tensors by name; `what` names it in messages.
+    """Load a model from these tensors by name; `what` names it in messages.
 
     Raises:
         ValueError: the model has other shapes, or tensors that are absent here.

@@ -121,12 +121,12 @@ def _is_packed(tensor: Tensor) -> bool:
 
 
 def _factors(scale: Tensor) -> Tensor:
-    """Scales in float32; a byte b is 2 ** (b - 127)."""
+    """Return scales in float32; a byte b is 2 ** (b - 127)."""
     return torch.exp2(scale.double() - 127).float() if scale.dtype == torch.uint8 else scale.float()
 
 
 def _dequantized(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """Values times a scale of the tensor, of each row, of each block, or (MXFP8) of 32 numbers; bfloat16."""
+    """Return values times the scale of the tensor, each row, each block, or (MXFP8) 32 numbers; bfloat16."""
     if scale.shape == (*weight.shape[:-1], weight.size(-1) // 32):
         block = (1, 32)
     if scale.shape == weight.shape[:-1]:
@@ -141,13 +141,16 @@ def _under(prefix: str, **parts: str) -> dict[str, str]:
 
 
 def _without_limit(config: Any) -> Any:
-    """Time steps may be any number above 0, as in the published code; transformers' class takes this one as a limit."""
+    """Remove the limit of time steps, as in the published code; transformers' class reads this value as a limit."""
     config.time_step_min = 1e-30
     return config
 
 
 def _as_glm(config: Any, tensors: FolderTensors) -> FolderTensors:
-    """Bailing-MoE V2 computes the same as GLM-4 MoE; its fused projection has all queries first."""
+    """Return Bailing-MoE V2's tensors as GLM-4 MoE's, which computes the same.
+
+    The fused projection has queries first.
+    """
     width = config.head_dim
     rows = [config.num_attention_heads * width, *[config.num_key_value_heads * width] * 2]
     out: FolderTensors = {}
@@ -186,7 +189,7 @@ _SARVAM_ABSENT = {"head_dim": 64, "use_qk_norm": True, "partial_rotary_factor": 
 
 
 def _alone(prefixes: dict[str, str]) -> Callable[[Any, FolderTensors], FolderTensors]:
-    """The tensors of the text model alone, by its own names: prefixes in the whole model, and alone."""
+    """Return the text model's tensors under its own names; the prefixes are those in the whole model, and alone."""
 
     def named(config: Any, tensors: FolderTensors) -> FolderTensors:
         found = {name: next((theirs for theirs in prefixes if name.startswith(theirs)), None) for name in tensors}
@@ -196,7 +199,10 @@ def _alone(prefixes: dict[str, str]) -> Callable[[Any, FolderTensors], FolderTen
 
 
 def _stacked(config: Any, tensors: FolderTensors) -> FolderTensors:
-    """Experts of the depth as transformers' class holds them, in two tensors: published folders may have each apart."""
+    """Stack the depth's experts into two tensors, as in transformers' class.
+
+    Published folders may store each expert.
+    """
     experts: dict[str, dict[int, Tensor]] = {"gate": {}, "up": {}, "down": {}}
     out = dict(tensors)
     for name in tensors:
@@ -315,7 +321,7 @@ def unknown_keys(folder: Path) -> dict[str, Any]:
 
 
 def _unknown(config: Any, keys: dict[str, Any]) -> set[str]:
-    """Names that neither the class nor an engine reads: counts of MTP layers and rotary settings stand elsewhere."""
+    """Return names that neither the class nor an engine reads, except MTP layer counts and rotary settings."""
     try:
         known = type(config)().to_dict()
     except Exception:  # a class without defaults

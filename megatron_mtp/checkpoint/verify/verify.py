@@ -122,7 +122,7 @@ def verify(
 
 
 def _model_of(hf: Path, reader: DistReader) -> HFModel:
-    """The folder's model; its trunk alone if the checkpoint was imported so and has had no MTP layers since."""
+    """Return the folder's model; only its trunk if the checkpoint was imported that way and has no MTP layers since."""
     alone = kept_origin(reader.home / HF_FILES).get(TRUNK_ONLY) is True and not StoredDepths.of(reader.keys).layers
     return HFModel.read(hf, trunk_only=alone).beside(reader)
 
@@ -163,7 +163,7 @@ def _runs(reader: DistReader) -> bool:
 
 
 def _same_settings(model: HFModel, reader: DistReader) -> list[Check]:
-    """Compare the folder's config with the checkpoint's arguments or kept config; no check if it has neither."""
+    """Compare the folder's config with the checkpoint's arguments or kept config; skip the check if it has neither."""
     from megatron_mtp.checkpoint.verify.reference_forms import whole_config
 
     (flags, reason), runs = flags_of(model), _runs(reader)
@@ -252,7 +252,7 @@ def _same_numbers(one: Tensor, other: Tensor) -> bool:
 
 
 def _text_tokens(folder: Path, text: Path, length: int, trust_remote_code: bool) -> Tensor:
-    """The first tokens [1, S] of a text, by the tokenizer of a folder; raises ValueError for less than 2."""
+    """Return the first tokens [1, S] of a text, by a folder's tokenizer. Raise ValueError for fewer than 2."""
     tokens = read_tokenizer(folder, trust_remote_code)(text.read_text(encoding="utf-8"))["input_ids"][:length]
     if len(tokens) < 2:
         raise ValueError(f"--text: {text} makes {len(tokens)} token(s); give a longer text.")
@@ -260,7 +260,7 @@ def _text_tokens(folder: Path, text: Path, length: int, trust_remote_code: bool)
 
 
 def _perplexity(logits_SV: Tensor, tokens_S: Tensor) -> float:
-    """exp of the mean cross-entropy of all tokens [S] except the first, from logits [S, V]."""
+    """Return exp of the mean cross-entropy of all tokens [S] except the first, from logits [S, V]."""
     return torch.nn.functional.cross_entropy(logits_SV[:-1].double(), tokens_S[1:]).exp().item()
 
 

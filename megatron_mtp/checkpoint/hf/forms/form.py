@@ -145,7 +145,7 @@ class Form:
 
     @cached_property
     def _types_of(self) -> dict[str, Types]:
-        """The types of every part, the numbers first."""
+        """Return the types of every part, the numbers first."""
         either = {one: types for part, types in self.scales.items() for one in part.split("|")}
         return {self.numbers: self.types, **either, **self.more}
 

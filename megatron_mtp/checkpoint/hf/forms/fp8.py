@@ -94,14 +94,14 @@ def from_groups(parts: Tensors, numbers: Numbers) -> Tensor:
 
 
 def _float32(codes: Tensor) -> Tensor:
-    """FP8 numbers in float32, by a table: torch converts a quarter as many in the same time."""
+    """Convert FP8 numbers to float32 with a table: torch converts a quarter as many in the same time."""
     found = torch.index_select(_values(codes.dtype), 0, codes.contiguous().view(torch.uint8).flatten().int())
     return found.view(codes.shape)
 
 
 @functools.cache
 def _values(dtype: torch.dtype) -> Tensor:
-    """The number of every byte [256]."""
+    """Return the number of every byte [256]."""
     return torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
 

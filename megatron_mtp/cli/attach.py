@@ -177,7 +177,7 @@ def parser(program: str) -> Parser:
 
 
 def _run(step: Step, settings: AttachSettings) -> int:
-    """Run a step in a process of its own, unless it is finished; returns its exit status."""
+    """Run a step in its own process, unless it is finished. Return its exit status."""
     with sentences(f"{PROGRAM} attach"):
         command = step.left_command(settings)
         if command is None:
@@ -192,7 +192,7 @@ def _run(step: Step, settings: AttachSettings) -> int:
 
 
 def _probe(settings: AttachSettings) -> int:
-    """Run every trial of the probe that is left; one that fails is the worst. Returns the exit status."""
+    """Run every remaining trial of the probe; a trial that fails ranks last. Return the exit status."""
     while (trial := left_trial(settings)) is not None:
         if (status := _run(STEPS["probe"], settings)) == INTERRUPTED:
             return status
@@ -203,7 +203,7 @@ def _probe(settings: AttachSettings) -> int:
 
 
 def _only(step: Step, settings: AttachSettings) -> int:
-    """Run the step of --only in this process; steps of a folder that there can be none of are left out.
+    """Run the step of --only in this process; skip steps that do not apply to the folder.
 
     Of the probe it is one trial, and the table once all are finished.
     """
@@ -223,7 +223,7 @@ def _only(step: Step, settings: AttachSettings) -> int:
 
 
 def _warned(settings: AttachSettings) -> bool:
-    """Return whether the attached model has no Hugging Face form, and print that before the training."""
+    """Return whether the attached model has no Hugging Face form, and print a warning before the training."""
     start = settings.run / "start"
     if settings.drafter or not start.is_dir():
         return False

@@ -53,7 +53,7 @@ def keep_settings(settings: AttachSettings) -> None:
 
 
 def _kept(settings: AttachSettings) -> dict[str, Any]:
-    """The settings of `KEPT` as a run keeps them in its file, with absolute paths."""
+    """Return the settings of `KEPT` as a run stores them in its file, with absolute paths."""
     kept = {name: getattr(settings, name) for name in KEPT}
     return kept | {name: os.path.abspath(kept[name]) for name in ("model", "corpus", "load", "donor") if kept[name]}
 

@@ -81,7 +81,7 @@ def _prefix(settings: AttachSettings) -> str:
 
 
 def _check_split(settings: AttachSettings) -> None:
-    """Raises ValueError where the corpus has too few documents to hold some out, before anything is fitted to it."""
+    """Raise ValueError if the corpus has too few documents to hold some out, before any fit."""
     is_trained_on = settings.self_generated is None and not {"--data-path", "--split"} & {*names_of(settings.more)}
     if is_trained_on and Path(f"{_prefix(settings)}.idx").exists():
         check_split([_prefix(settings)], SPLIT)
@@ -100,7 +100,7 @@ def _trunk(settings: AttachSettings) -> list[str]:
 
 
 def _has_lost_depths(model: Path) -> bool:
-    """True if the model's config counts MTP layers that are not there; new ones are trained in their place."""
+    """Return whether the model's config counts MTP layers that are missing; new layers are trained instead."""
     quieten()
 
     from megatron_mtp.checkpoint.convert.plan import has_lost_depths
@@ -171,7 +171,7 @@ def _train(settings: AttachSettings) -> list[str]:
 
 
 def _tracker(settings: AttachSettings) -> Path:
-    """The file that the training writes last."""
+    """Return the file that the training writes last."""
     from megatron_mtp.megatron.checkpoint import TRACKER
 
     return settings.run / "checkpoint" / TRACKER
@@ -221,7 +221,7 @@ def _draft(settings: AttachSettings) -> list[str]:
 
 
 def _held_out(settings: AttachSettings) -> Path:
-    """The file of prompts from documents that the training held out."""
+    """Return the file of prompts from documents that the training held out."""
     return settings.run / "data" / "held_out.jsonl"
 
 

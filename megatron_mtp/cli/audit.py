@@ -117,7 +117,7 @@ def _side(side: dict[str, Any]) -> list[str]:
 
 
 def _drafts(found: dict[str, Any]) -> str:
-    """`MTP, by 'num_nextn_predict_layers'; embedding half first; fed after the final norm`."""
+    """Return `MTP, by 'num_nextn_predict_layers'; embedding half first; fed after the final norm`."""
     key = f", by '{found['key']}'" if found["key"] else ""
     if "stages" in found:
         block = found["block"] or "not in the config"
@@ -134,7 +134,7 @@ def _size(count: int) -> str:
 
 
 def _count(found: dict[str, Any]) -> str:
-    """`3`, or what config and files say where they differ."""
+    """Return `3`, or what config and files say if they differ."""
     if found["config"] is None or found["config"] == found["files"]:
         return str(found["files"])
     return f"{found['files']} (config: {found['config']})"

@@ -116,7 +116,7 @@ def run(args: Namespace) -> int:
 
 
 def _check(args: Namespace) -> None:
-    """Raises ValueError for a value that is not allowed."""
+    """Raise ValueError for a value that is not allowed."""
     check_counts(args, "prompts", "prompt_tokens", "max_new_tokens", "batch_size")
     if not 0 <= args.tolerance < 1:
         raise ValueError(f"--tolerance is {args.tolerance:g}; give 0 or more, and less than 1.")
@@ -139,7 +139,7 @@ def _tokenizer_of(folder: Path) -> Path | None:
 
 
 def _prompts(args: Namespace, tokenizer: "PreTrainedTokenizerBase") -> NumberedPrompts:
-    """Turns of chats, or pieces of documents, evenly spread over both. Raises ValueError where there are too few."""
+    """Return turns of chats, or pieces of documents, evenly spaced. Raise ValueError if there are too few."""
     from megatron_mtp.data.corpus import TEXT_FILES, find_files, list_documents, read_document
     from megatron_mtp.data.prompts import UserTurns
 
@@ -172,7 +172,7 @@ def _drafted(
     tokenizer: "PreTrainedTokenizerBase",
     ends: frozenset[int],
 ) -> list[AcceptanceStats]:
-    """What our engine accepts, by prompt; a folder is converted into a temporary one."""
+    """Measure what this package's engine accepts, by prompt; a folder is converted into a temporary one."""
     import torch
 
     from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
@@ -195,7 +195,7 @@ def _drafted(
 
 
 def _method(runner: "Runner", positions: int) -> "SpeculativeConfig":
-    """As many drafts as were recorded: of so many MTP layers, or of one that is repeated."""
+    """Return a method with as many drafts as were recorded, from that many MTP layers or one repeated layer."""
     from megatron_mtp.decoding.config import SpeculativeConfig
 
     if runner.depths == positions and not runner.shares_kv:
@@ -233,7 +233,7 @@ def _served(
     tokenizer: "PreTrainedTokenizerBase",
     ends: frozenset[int],
 ) -> list[AcceptanceStats]:
-    """What a server accepts, by prompt: one at a time, and what its counters have grown by."""
+    """Measure what a server accepts, one prompt at a time, from the increase of its counters."""
     from megatron_mtp.cli.served_texts import TextServer
 
     args.batch_size = 1
@@ -258,7 +258,10 @@ def _served(
 
 
 def _counters(url: str) -> tuple[int, list[int]]:
-    """Drafts, and accepted tokens by position, since the server has begun. Raises ValueError for one that has none."""
+    """Return drafts, and accepted tokens by position, since the server's start.
+
+    Raise ValueError for a server without them.
+    """
     with from_extra("openai", "--server", "prometheus_client"):
         from prometheus_client.parser import text_string_to_metric_families
 
@@ -289,7 +292,7 @@ def _counters(url: str) -> tuple[int, list[int]]:
 def _compared(
     args: Namespace, documents: list[int], of_prompts: list[AcceptanceStats], recorded: list[float]
 ) -> dict[str, Any]:
-    """The result. Raises ValueError where there are too few drafts to compare."""
+    """Return the result. Raise ValueError if there are too few drafts to compare."""
     count = len(set(documents))
     units: dict[int, AcceptanceStats] = {}
     for place, (document, stats) in enumerate(zip(documents, of_prompts, strict=True)):

@@ -109,7 +109,7 @@ class Checkpoint:
 
 
 def _default_method(runner: "Runner") -> "SpeculativeConfig | None":
-    """Drafts of the MTP layers or of a drafter as they were trained, where there are any; None for plain decoding."""
+    """Return drafting by the MTP layers or a drafter as trained; None, for plain decoding, without either."""
     from megatron_mtp.decoding.config import SpeculativeConfig
 
     if runner.kind and runner.kind in DRAFTERS:

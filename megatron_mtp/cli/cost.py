@@ -77,7 +77,7 @@ class Workload:
         emit: Callable[[Update], None] | None = None,
         logprobs: int | None = None,
     ) -> list[Generated]:
-        """Every batch of the run."""
+        """Return every batch of the run."""
         batches = range(0, len(self.prompts), self.batch)
         return [self._generated(config, first, self.batch, self.new_tokens, emit, logprobs) for first in batches]
 
@@ -90,7 +90,7 @@ class Workload:
         emit: Callable[[Update], None] | None = None,
         logprobs: int | None = None,
     ) -> Generated:
-        """The batch that begins with prompt `first`."""
+        """Return the batch that begins with prompt `first`."""
         prompts = self.prompts[first : first + batch]
         seeds = [self.seed + first + number for number in range(len(prompts))]
         each = None if emit is None else lambda update: emit(replace(update, request=first + update.request))

@@ -237,7 +237,7 @@ def check_kernels() -> list[Component]:
 
 
 def _apex() -> Component:
-    """NVIDIA's Apex has fused optimizers; another project has the same name."""
+    """Check NVIDIA's Apex, which has fused optimizers; another project has the same name."""
     spec = importlib.util.find_spec("apex")
     places = [] if spec is None else list(spec.submodule_search_locations or [])
     if any((Path(place) / "optimizers").is_dir() for place in places):

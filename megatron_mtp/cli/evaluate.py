@@ -133,7 +133,7 @@ def parser(program: str) -> Parser:
 
 
 def _tokens(text: str) -> int:
-    """A number of tokens, such as 512 or 2k."""
+    """Parse a number of tokens, such as 512 or 2k."""
     digits, thousands = text.removesuffix("k"), text.endswith("k")
     if not digits.isdecimal() or int(digits) < 1:
         raise ArgumentTypeError(f"'{text}' is not a number of tokens; give one such as 512 or 2k.")
@@ -141,7 +141,7 @@ def _tokens(text: str) -> int:
 
 
 def _data_flags(args: Namespace, folder: Path, trust: list[str]) -> list[str]:
-    """Flags for tokenizer and data; `--text` becomes a corpus in `folder`, made with the flags `trust`."""
+    """Return flags for tokenizer and data; `--text` becomes a corpus in `folder`, made with the flags `trust`."""
     from megatron_mtp.data.sentence_pieces import model_in
     from megatron_mtp.megatron.checkpoint.iterations import SENTENCE_PIECES, run_tokenizer
     from megatron_mtp.megatron.checkpoint.reader import DistReader

@@ -102,7 +102,7 @@ def parser(program: str) -> Parser:
 
 
 class _ListMethods(Action):
-    """Ends the command, as --help does."""
+    """Action that lists the methods and ends the command, like --help."""
 
     def __call__(
         self, parser: ArgumentParser, namespace: Namespace, values: Any, option_string: str | None = None
@@ -192,7 +192,7 @@ def run(args: Namespace, answer: TextIO) -> None:
 
 
 def _drafting(method: "Method") -> dict[str, Any]:
-    """How texts are drafted, under the names of `--json`."""
+    """Return how sequences are drafted, under the names of `--json`."""
     from megatron_mtp.decoding.method import is_lossless
 
     return {
@@ -226,7 +226,7 @@ def _record(
 def _ends(
     args: Namespace, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> "tuple[frozenset[int], Callable[[list[int]], int | None] | None]":
-    """Tokens and strings of `--stop` that end a text before its budget."""
+    """Return tokens and strings of `--stop` that end a sequence before its budget."""
     from megatron_mtp.data.tokenizer import end_tokens
 
     if "" in args.stop:
@@ -241,7 +241,7 @@ def _ends(
 
 
 def _print_texts(prompts: list[str], texts: list[list[int]], shown: list[str] | None) -> None:
-    """Texts that were not streamed, each after its prompt; token ids where there is no tokenizer."""
+    """Print texts that were not streamed, each after its prompt; token ids without a tokenizer."""
     for number, (prompt, ids) in enumerate(zip(prompts, texts, strict=True)):
         sign = f"[{number + 1}] " if len(texts) > 1 else ""
         print(f"> {sign}prompt: {prompt}")

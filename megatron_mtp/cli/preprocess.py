@@ -163,7 +163,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _is_done(prefix: str, settings: dict[str, Any]) -> bool:
-    """Print that the output is there and return True; False if not. ValueError where it has other settings."""
+    """Return whether the output exists, and print it. Raise ValueError if it has other settings."""
     if not os.path.exists(f"{prefix}.idx"):
         return False
     record = read_sidecar(prefix)
@@ -185,7 +185,7 @@ def _is_done(prefix: str, settings: dict[str, Any]) -> bool:
 
 
 def _trained_tokenizer(args: argparse.Namespace, documents: Sequence[Document]) -> str:
-    """The folder of a tokenizer, trained or of an interrupted run; ValueError where it holds one of another size."""
+    """Return the folder of a trained tokenizer, maybe of an interrupted run. Raise ValueError if its size differs."""
     folder = args.tokenizer_output or f"{args.output_prefix}-tokenizer"
     if not args.overwrite and TOKENIZER_FILES & set(os.listdir(folder) if os.path.isdir(folder) else []):
         found = Encoder.from_folder(folder).vocab_size

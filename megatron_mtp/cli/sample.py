@@ -136,7 +136,7 @@ def run(args: Namespace) -> int:
 
 
 def _check(args: Namespace) -> None:
-    """Raises ValueError for a value that is not allowed."""
+    """Raise ValueError for a value that is not allowed."""
     check_counts(args, "texts", "prompt_tokens", "max_new_tokens", "batch_size")
     if not 0 <= args.seed <= MOST_SEED:
         raise ValueError(f"--seed is {args.seed}; give a number from 0 to {MOST_SEED}.")
@@ -155,7 +155,7 @@ def _check(args: Namespace) -> None:
 
 
 def _writer(args: Namespace) -> "Checkpoint | TextServer":
-    """What continues the prompts. Raises ValueError for a checkpoint or a server that cannot."""
+    """Return the model that continues the prompts. Raise ValueError for a checkpoint or server that cannot."""
     from megatron_mtp.cli.checkpoint_texts import Checkpoint
     from megatron_mtp.cli.served_texts import TextServer
 
@@ -163,7 +163,7 @@ def _writer(args: Namespace) -> "Checkpoint | TextServer":
 
 
 def _settings(args: Namespace) -> dict[str, Any]:
-    """Settings on which texts depend, by the name of the flag."""
+    """Return settings that affect the texts, by the name of the flag."""
     if args.chat:
         found: dict[str, Any] = {"chat": [os.path.abspath(file) for file in args.chat]}
     else:
@@ -199,7 +199,7 @@ def _write(
     positions: int | None,
     writer: "Checkpoint | TextServer",
 ) -> None:
-    """Make the texts that are not finished, and add each to `texts` and to the file."""
+    """Generate the unfinished texts, and add each to `texts` and to the file."""
     left = [number for number in range(args.texts) if number not in texts]
     if not args.chat and positions is not None and args.prompt_tokens >= positions:
         raise ValueError(
@@ -225,7 +225,7 @@ def _write(
 def _publish(
     args: Namespace, finished: "dict[int, Sample]", prompts: "Prompts", encoder: "Encoder", settings: dict[str, Any]
 ) -> None:
-    """Make the corpus of all texts in their order; each ends with the EOD, as documents do, chosen or not."""
+    """Build the corpus of all texts in their order; each ends with the EOD, as documents do, chosen or not."""
     from megatron_mtp.data.corpus import write_sequences
     from megatron_mtp.decoding.requests import Finish
 

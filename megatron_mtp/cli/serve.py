@@ -104,7 +104,7 @@ def parser(program: str) -> Parser:
 
 
 def _key_in(file: str) -> str:
-    """The key in a file, without white space around it. Raises ArgumentTypeError."""
+    """Read the key from a file, without surrounding white space. Raise ArgumentTypeError if that fails."""
     try:
         return Path(file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -200,7 +200,7 @@ def length_line(engine: "Engine") -> str:
 
 
 def _check(args: Namespace) -> None:
-    """Raises ValueError for flags that cannot be served."""
+    """Raise ValueError for flags that cannot be served."""
     if args.max_model_len is not None and args.max_model_len < 2:
         raise ValueError(f"--max-model-len is {args.max_model_len}; give 2 or more, for a prompt and a new token.")
     check_counts(args, "max_running", "max_waiting", "keep_alive", "expert_model_parallel_size")

@@ -97,7 +97,7 @@ class TextServer:
         return AsyncOpenAI(base_url=url, api_key=key, max_retries=RETRIES, timeout=timeout)
 
     async def _listed(self) -> tuple[str, int | None]:
-        """Name and positions of the model."""
+        """Return the model's name and maximum positions."""
         async with self._client() as client:
             try:
                 page = await client.with_options(max_retries=1).models.list()
@@ -133,7 +133,7 @@ class TextServer:
             raise self._sentence(error, f"text {number}") from error
 
     def _sample(self, number: int, prompt: list[int], answer: "Completion") -> Sample:
-        """The sample of an answer. Raises ValueError for tokens that are not the tokenizer's."""
+        """Convert a response to a sample. Raise ValueError for tokens that are not the tokenizer's."""
         choice: Any = answer.choices[0]
         if choice.finish_reason not in (Finish.STOP, Finish.LENGTH):
             raise ValueError(
@@ -147,7 +147,7 @@ class TextServer:
         return Sample(number, prompt, tokens, choice.finish_reason, logprobs if fits else None)
 
     def _checked(self, tokens: list[int], text: str) -> list[int]:
-        """The ids that the server gives, if they are its text."""
+        """Return the server's token ids, if they match its text."""
         ends = next((place for place, token in enumerate(tokens) if token in self._ends), len(tokens))
         decoded = self._tokenizer.decode(tokens[:ends], skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if decoded.strip(UNSEEN) != text.strip(UNSEEN):
@@ -157,7 +157,7 @@ class TextServer:
         return tokens
 
     def _encoded(self, choice: Any, answer: "Completion") -> list[int]:
-        """The tokens of a text whose ids the server does not give, with the id that ended it."""
+        """Tokenize a text for which the server returns no ids, and add the id that ended it."""
         tokens: list[int] = self._tokenizer(choice.text.rstrip("\ufffd"), add_special_tokens=False).input_ids
         counted = answer.usage.completion_tokens if answer.usage else len(tokens)
         if abs(len(tokens) - counted) > 2 + counted // SLACK:
@@ -177,7 +177,7 @@ class TextServer:
         )
 
     def _sentence(self, error: Exception, what: str) -> Exception:
-        """The error as a sentence, if it is of the server and not a bug."""
+        """Return the error as a sentence, if it comes from the server and is not a bug."""
         from openai import APIConnectionError, APIStatusError
 
         url, go_on = self._args.server, "finished samples are kept, and the same command continues."

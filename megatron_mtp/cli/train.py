@@ -169,7 +169,7 @@ def with_file(program: str, given: Namespace, rest: list[str]) -> list[str]:
 
 
 def _of_recipe(name: str, given: set[str]) -> list[str]:
-    """The words that a recipe adds to a command line with these flags; prints them."""
+    """Return the words that a recipe adds to a command line with these flags, and print them."""
     chosen = recipe.read(name)
     if os.environ.get("RANK", "0") == "0":
         for line in chosen.lines(given):

@@ -78,7 +78,7 @@ class Parser(ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def _hyphenated(self, word: str) -> str:
-        """A flag of this parser as it is spelled there; any other word as it is."""
+        """Return the parser's spelling of a flag; return any other word unchanged."""
         flag, equals, value = word.partition("=")
         hyphenated = flag.replace("_", "-")
         is_own = flag.startswith("--") and hyphenated in self._option_string_actions
@@ -228,7 +228,7 @@ def _rank() -> str:
 
 
 def _of_the_output(error: Exception) -> str | None:
-    """Encoding of the output where it lacks a character; UTF-8 has all of them."""
+    """Return a sentence if the output's encoding lacks a character; UTF-8 has all of them."""
     if not isinstance(error, UnicodeEncodeError) or error.encoding.lower().replace("-", "") == "utf8":
         return None
     letter = ascii(error.object[error.start])

@@ -23,7 +23,7 @@ OLD_NAMES = {
 
 
 class _Moved(MetaPathFinder, Loader):
-    """Makes a module of an old name, which has what the module of the new name has."""
+    """Loader of a module under an old name, with the contents of the module under the new name."""
 
     @override
     def find_spec(

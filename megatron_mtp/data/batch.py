@@ -275,7 +275,7 @@ def _inside(like_BS: Tensor, depths: int, document_BS: Tensor | None) -> Tensor:
 
 
 def _windows(values_BS: Tensor, depths: int, fill: int) -> Tensor:
-    """[D, B, S] view: values d positions later, `fill` beyond the end."""
+    """Return a [D, B, S] view: values d positions later, `fill` beyond the end."""
     positions = values_BS.size(1)
     padded = pad(values_BS, (0, depths), value=fill)
     return padded.unfold(1, positions, 1)[:, 1:].transpose(0, 1)
@@ -341,7 +341,7 @@ class LaterPositions:
 
 
 def _of_all_ranks(positions_S: Tensor, group: ProcessGroup) -> Tensor:
-    """The positions of every rank, [R, S], on the host."""
+    """Return the positions of every rank, [R, S], on the host."""
     if group.size() == 1:
         return positions_S.unsqueeze(0)
     own_S = positions_S.to(torch.cuda.current_device())  # NCCL takes nothing else

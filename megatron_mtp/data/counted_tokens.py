@@ -100,7 +100,7 @@ class ChatEncoder:
         return made
 
     def _turns(self, chat: Chat, is_tagged: bool, left_out: Counter[str]) -> list[int]:
-        """Places of the turns that shall be trained on; counts the others."""
+        """Return indices of the turns to train on; count the others."""
         answers = [place for place, message in enumerate(chat.messages) if message["role"] == "assistant"]
         turns = list(chat.trained)
         left_out["masked_turns"] += len(answers) - len(turns)
@@ -119,7 +119,7 @@ class ChatEncoder:
         return turns
 
     def _plain(self, form: ChatForm, turns: list[int], left_out: Counter[str]) -> list[Counted]:
-        """The documents of a template without tags; counts the turns that have lost their reasoning."""
+        """Return the documents of a template without tags; count turns that lost their reasoning."""
         made: list[Counted] = []
         for place in reversed(turns):
             ids, history, start, end = self._turn(form, place, left_out)
@@ -131,7 +131,7 @@ class ChatEncoder:
         return made
 
     def _turn(self, form: ChatForm, place: int, left_out: Counter[str]) -> tuple[list[int], int, int, int]:
-        """Tokens of the messages up to a turn, how many are of those before it, and the span of them that counts."""
+        """Return tokens of the messages up to a turn, how many precede the turn, and the counted span."""
         text = self._template.render(form, place + 1)
         ids, (history, openings, texts) = self._template.tokenize(text), self._template.prompt(form, place)
         found = [len(history) + len(opening) for opening in openings if _starts(ids, history + opening)]
@@ -150,7 +150,9 @@ class ChatEncoder:
         return ids, len(history), start, self._end(ids, start, len(ids))
 
     def _cut(self, text: str, prompts: list[str]) -> tuple[list[int], int] | None:
-        r"""Tokens of a text whose prompt ends within a token, and how many are the prompt's; None where it has none.
+        r"""Return tokens of a text whose prompt ends within a token, and how many are the prompt's.
+
+        None without a prompt.
 
         The model sees "assistant\n" and writes "\nyes", while "\n\n" is one token of the text.
         """
@@ -162,7 +164,7 @@ class ChatEncoder:
         return (begun + written, len(begun)) if self._tokenizer.decode(written) == text[len(prompt) :] else None
 
     def _unopened(self, text: str, ids: list[int], prompts: list[str]) -> tuple[list[int], int] | None:
-        r"""As `_cut`, where the prompts open a thought that the text has not: behind what both share.
+        r"""Like `_cut`, for prompts that open a thought that the text does not have: cut after their common prefix.
 
         Distilled R1 is asked with "<Assistant><think>\n", and an answer is rendered as "<Assistant>yes".
         """
@@ -174,7 +176,7 @@ class ChatEncoder:
         return None
 
     def _tagged(self, form: ChatForm, turns: list[int], left_out: Counter[str]) -> list[Counted]:
-        """As `_plain`, of a template with {% generation %}: one document, without what generation prompts supply."""
+        """Like `_plain`, for a template with {% generation %}: one document, without tokens of generation prompts."""
         text, blocks = self._template.blocks(form, len(form.messages))
         answers = [place for place, message in enumerate(form.messages) if message["role"] == "assistant"]
         blocks_of, prompts = dict[int, list[tuple[int, int]]](), dict[int, ChatPrompt]()
@@ -205,7 +207,7 @@ class ChatEncoder:
         return [self._closed(Counted(ids[: spans[-1][1]], spans), form.messages[turns[-1]])]
 
     def _unsupplied(self, openings: list[list[int]], ids: list[int], start: int, stop: int) -> int:
-        """The first token of a block that no generation prompt supplies; prompts may begin before the block."""
+        """Return the first token of a block that no generation prompt supplies; prompts may begin before the block."""
         ends = [
             start - back + len(opening)
             for opening in (openings[:1] if self._counts_empty_thinking else openings)
@@ -215,16 +217,19 @@ class ChatEncoder:
         return max([start, *(end for end in ends if end <= stop)])
 
     def _loses_reasoning(self, form: ChatForm, place: int, before: list[int], written: list[int]) -> bool:
-        """Whether tokens that count hold a turn without its reasoning. Raises TurnError where they lack more."""
+        """Return whether counted tokens hold a turn without its reasoning. Raise TurnError if they lack more."""
         texts = Texts(self._tokenizer.decode(before), self._tokenizer.decode(written), self._respelled)
         return not holds_reasoning(form.messages[place], f"message {place + 1} ('assistant')", texts)
 
     def _respelled(self, text: str) -> str:
-        """A text as tokens spell it."""
+        """Return a text as its tokens decode it."""
         return self._tokenizer.decode(self._template.tokens(text).input_ids)
 
     def _end(self, ids: list[int], start: int, stop: int) -> int:
-        """The end of a span: behind its first token that ends a text, or that follows it; without blanks behind it."""
+        """Return a span's end: after its first token that ends a text, or after a following one.
+
+        Without trailing blanks.
+        """
         for place in range(start, min(stop + 1, len(ids))):
             if ids[place] in self._ends:
                 return place + 1
@@ -234,7 +239,7 @@ class ChatEncoder:
         return kept if kept > start and ids[kept - 1] in self._added else stop
 
     def _closed(self, document: Counted, last: dict[str, Any]) -> Counted:
-        """A document whose last turn ends with a token that ends a text.
+        """Return a document whose last turn ends with a token that ends a text.
 
         GLM-4.5 renders none: a turn ends where the user's begins, and <|user|> ends texts. It is added and counts.
         """
@@ -247,7 +252,7 @@ class ChatEncoder:
 
     @cached_property
     def _opening(self) -> int | None:
-        """The token that ends a text and is in a message of the user; None where there is none."""
+        """Return the token that ends a text and also opens a user message; None without one."""
         ids = self._template.tokenize(self._template.render(ChatForm([{"role": "user", "content": ""}], None, {}), 1))
         return next((one for one in ids if one in self._ends), None)
 
@@ -256,7 +261,7 @@ class ChatEncoder:
 
 
 def _check_roles(chat: Chat, template: str) -> None:
-    """Raises TurnError for a role that is none of the usual ones, and none that the template names."""
+    """Raise TurnError for a role that is not a usual one and that the template does not name."""
     for number, message in enumerate(chat.messages, start=1):
         role = message["role"]
         if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
@@ -267,13 +272,13 @@ def _check_roles(chat: Chat, template: str) -> None:
 
 
 def _tokens_of(places: list[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
-    """The tokens of characters, by the characters of every token."""
+    """Return the tokens of these characters, by the characters of every token."""
     first = bisect_right(places, start, key=lambda place: place[1])
     return first, max(first, bisect_left(places, stop, key=lambda place: place[0]))
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans in order, those that touch as one."""
+    """Sort spans, and join adjacent ones."""
     made = list[tuple[int, int]]()
     for start, stop in spans:
         if made and start <= made[-1][1]:

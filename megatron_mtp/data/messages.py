@@ -124,7 +124,7 @@ def normal_line(fields: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _asked(turns: list[str]) -> list[dict[str, Any]]:
-    """Messages of the user. Raises TypeError where they are none."""
+    """Return the turns as messages of the user. Raise TypeError for turns that are not strings."""
     if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
         raise TypeError
     return [{"role": "user", "content": turn} for turn in turns]
@@ -145,7 +145,7 @@ def normal_tools(given: Any) -> list[dict[str, Any]] | None:
 
 
 def _text(content: Any, where: str) -> str:
-    """A content as text; parts are joined by line breaks, as the server joins them."""
+    """Return a message's content as text; parts are joined by line breaks, as the server joins them."""
     if isinstance(content, list):
         return "\n".join(_part(part, where) for part in content)
     if content is None or isinstance(content, str):
@@ -167,7 +167,7 @@ def _part(part: Any, where: str) -> str:
 
 
 def _is_trained(fields: dict[str, Any], is_assistant: bool, where: str) -> bool:
-    """What the flags of a message say, which are taken out of its fields."""
+    """Return what the flags of a message say, and remove them from its fields."""
     said = dict[str, bool]()
     for name in [name for name in fields if FLAG_LIKE.search(name.lower())]:
         value = fields.pop(name)
@@ -192,7 +192,7 @@ def _is_trained(fields: dict[str, Any], is_assistant: bool, where: str) -> bool:
 
 
 def _calls(fields: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """The calls of a message, which are taken out of its fields."""
+    """Return the calls of a message, and remove them from its fields."""
     calls = _from_json(fields.pop("tool_calls", None), f"{where}: 'tool_calls'") or []
     old = _from_json(fields.pop("function_call", None), f"{where}: 'function_call'")
     if not isinstance(calls, list):
@@ -201,7 +201,7 @@ def _calls(fields: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _called(value: Any, where: str) -> tuple[str | None, list[dict[str, Any]]]:
-    """The thoughts, and the calls, of a turn whose content is a call, or a list of them, as JSON."""
+    """Return the reasoning and the calls of a turn whose content is a call, or a list of calls, as JSON."""
     thought, tag, body = value.rpartition("</think>") if isinstance(value, str) else ("", "", value)
     calls = _from_json(body, f"{where}: the call")
     return thought + tag, [_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
@@ -231,7 +231,7 @@ _OF_MESSAGES = ("role", "from", "content", "value")
 
 
 def _from_json(given: Any, what: str) -> Any:
-    """What a JSON text holds; anything else stays, and a blank text is None."""
+    """Parse a JSON text; return other text unchanged, and None for a blank text."""
     if not isinstance(given, str):
         return given
     try:
@@ -320,7 +320,7 @@ def _squeezed(text: str) -> str:
 
 
 def _spellings(function: dict[str, Any]) -> Iterator[set[str]]:
-    """Spellings of everything that a call's arguments name: their names, and values that are texts."""
+    """Return spellings of everything that a call's arguments name: their names, and string values."""
     for name in _names(json.loads(function["arguments"])):
         yield {name, json.dumps(name)[1:-1], json.dumps(name, ensure_ascii=False)[1:-1], repr(name)[1:-1]}
 

@@ -200,7 +200,7 @@ def sampling_defaults(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
 
 
 def _object_in(file: Path) -> dict[str, Any]:
-    """A JSON file's object; empty where there is no file. Raises ValueError for a file that holds none."""
+    """Return a JSON file's object; empty without the file. Raise ValueError for a file without an object."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -213,7 +213,7 @@ def _object_in(file: Path) -> dict[str, Any]:
 
 
 def _decoded_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose tool calls have their arguments as objects, which are often sent as JSON.
+    """Return messages whose tool calls have arguments as objects; clients often send them as JSON.
 
     Raises:
         ValueError: arguments are not JSON.
@@ -255,7 +255,7 @@ def generated_spans(
 def _applied(
     tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], arguments: dict[str, Any]
 ) -> tuple[str, list[dict[str, Any]]]:
-    """The text of messages, and the form of them that it is made of: arguments of calls as objects, or else as JSON.
+    """Render messages, with arguments of calls as objects, or else as JSON; return the text and the form used.
 
     A template that joins them as text, such as DeepSeek-V3's, fails with objects, or writes them as Python does.
     """

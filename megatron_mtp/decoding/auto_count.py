@@ -175,7 +175,7 @@ class AutoK:
         return rates
 
     def _plan(self) -> tuple[int, int]:
-        """K of the next step, and how many further steps have it without another choice."""
+        """Return K of the next step, and for how many steps it holds without another choice."""
         if self.rests:
             missing = self._missing_seconds()
             if missing > 0:
@@ -206,33 +206,33 @@ class AutoK:
 
     @property
     def _few(self) -> int:
-        """K of the first steps, and of a trial."""
+        """Return K of the first steps, and of a trial."""
         return min(self.most, FIRST_DRAFTS)
 
     def _best(self, rates: list[float]) -> int:
-        """K of the highest rate."""
+        """Return the K with the highest rate."""
         if self._behind > 1:
             rates[0] *= WORTH_A_CHANGE
         return rates.index(max(rates))
 
     def _forget_times(self) -> None:
-        """Let go of what steps with drafts took: that of a slower moment may keep a K from being tried again."""
+        """Drop the times of steps with drafts: times from a slower period may keep a K from being tried again."""
         for count in [count for count in self._target if count]:
             del self._target[count], self._timed_at[count]
 
     def _missing_seconds(self) -> float:
-        """Seconds of plain decoding that are missing until another draft costs no more than `SHARE` of all."""
+        """Return how many more seconds of plain decoding it takes until another draft costs at most `SHARE` of all."""
         lost = self._drafting - self._worth * _usual(self._target[0])  # beyond plain decoding to the same tokens
         return (lost + self._price()) / SHARE - self._elapsed
 
     def _price(self) -> float:
-        """Seconds of a trial's drafts and of the rows that the drafter has to catch up on, as the last ones took."""
+        """Return the expected seconds of a trial's drafts and of the rows that the drafter must catch up on."""
         if not self._draft:
             return float("inf")
         return TRIAL_STEPS * self._passes(self._few) * _usual(self._draft) + self._catching_up()
 
     def _catching_up(self) -> float:
-        """Seconds that the drafter needs for the rows it has missed: as the last ones, or a pass for each at first."""
+        """Return the expected seconds for rows that the drafter missed: as last timed, or one pass per row at first."""
         if self._behind == 1:
             return 0.0
         if self._caught_up is None:
@@ -241,11 +241,14 @@ class AutoK:
         return self._behind * max(seconds - self._passes(count) * _usual(self._draft), 0.0) / rows
 
     def _passes(self, count: int) -> int:
-        """Passes of a draft; all take the same time."""
+        """Return the passes of a draft; all take the same time."""
         return 1 if self.at_once else count
 
     def _seconds(self) -> list[float]:
-        """Of forwards of 1, 2, ... rows: between those that were timed often, or less where a few times say so."""
+        """Return seconds of forwards of 0 ..
+
+        Most drafts: interpolated between frequent ones, or less if few timings say so.
+        """
         known = {count: _usual(times) for count, times in self._target.items()}
         often = {count: known[count] for count in known if count == 0 or len(self._target[count]) >= FEW_TIMINGS}
         return [
@@ -254,7 +257,10 @@ class AutoK:
         ]
 
     def _chances(self) -> list[float]:
-        """Conditional acceptance of every position. The prior is that of the position before, and 0.5 for the first."""
+        """Return the conditional acceptance of every position.
+
+        The prior is the previous position's, and 0.5 for the first.
+        """
         hits = [*self._hits, *[0] * self.most]
         offers = [*self._offers, *[0] * self.most]
         reached, chances = [offers[0], *hits], [0.5]
@@ -264,12 +270,12 @@ class AutoK:
 
 
 def _usual(times: Collection[float]) -> float:
-    """The lower quartile: other load on the machine makes steps longer, and never shorter."""
+    """Return the lower quartile: other load on the machine makes steps longer, never shorter."""
     return sorted(times)[len(times) // 4]
 
 
 def _between(seconds: dict[int, float], count: int) -> float:
-    """Those of a forward of K + 1 rows; interpolated between measured K."""
+    """Return the seconds of a forward of K + 1 rows, interpolated between measured K."""
     below = max((known for known in seconds if known <= count), default=min(seconds))
     above = min((known for known in seconds if known >= count), default=max(seconds))
     if above == below:

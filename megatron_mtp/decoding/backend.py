@@ -138,7 +138,10 @@ class _Turns:
         self._made: tuple[Tensor | None, Angles | None] = None, None
 
     def of(self, rows: Rows, has_modules: bool) -> tuple[Tensor | None, Angles | None]:
-        """Inputs of Megatron's modules, where there are some, and of short layers; kept for these rows."""
+        """Return rotary inputs of these rows for Megatron's modules, if any, and for short layers.
+
+        Cached for these rows.
+        """
         if rows is not self._rows:
             place_SB = rows.positions_BR.transpose(0, 1)
             cosine, signed_sine = self.turns_L211C[place_SB].unbind(2)
@@ -277,14 +280,14 @@ class Modules:
         return torch.cat((state_SBH, feature_SBH), dim=-1)
 
     def _embed(self, tokens_BR: Tensor) -> Tensor:
-        """[S, B, H]."""
+        """Return embeddings, [S, B, H]."""
         if self.embedding_VH is not None:
             return embedding(tokens_BR.transpose(0, 1), self.embedding_VH)
         embedded_SBH: Tensor = self.model.embedding(input_ids=tokens_BR, position_ids=None)
         return embedded_SBH
 
     def _rotary(self, number: int, rows: Rows) -> tuple[Tensor | None, Angles | None]:
-        """Rotary inputs of a stack: of Megatron's modules, and of short layers."""
+        """Return rotary inputs of a stack, for Megatron's modules and for short layers."""
         turns = self._turns[number]
         return (None, None) if turns is None else turns.of(rows, not self.all_short)
 
@@ -316,7 +319,10 @@ def layers_of(mtp: Any) -> list[Any]:
 
 
 def _merge(mtp: Any, product: Callable[[Tensor], Multiply]) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """From embeddings and states [S, B, H] to the input of a sequential MTP layer's layers; None for other layers."""
+    """Return the function from embeddings and states [S, B, H] to the input of a sequential MTP layer.
+
+    None for others.
+    """
     if not hasattr(mtp, "eh_proj"):  # an EAGLE-3 drafter merges in its own way, parallel heads and blocks do not
         merges: Callable[[Tensor, Tensor], Tensor] | None = getattr(mtp, "merge", None)
         return merges
@@ -330,6 +336,6 @@ def _merge(mtp: Any, product: Callable[[Tensor], Multiply]) -> Callable[[Tensor,
 
 
 def _looks_up(model: LanguageModule) -> bool:
-    """True if Megatron's embedding does no more than look up."""
+    """Return whether Megatron's embedding only looks up rows."""
     config = model.config
     return config.tensor_model_parallel_size == 1 and not (config.use_mup or config.fp32_residual_connection)

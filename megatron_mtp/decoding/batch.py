@@ -308,7 +308,7 @@ class DecodeBatch:
         return {seq.number: row for row, seq in enumerate(self._rows) if live[row]}
 
     def _catch_up(self, count: int) -> None:
-        """Sequences that are far behind catch up alone, so that the others need not run as many rows."""
+        """Let sequences that are far behind catch up alone, so that the others run fewer rows."""
         proposer, sequences = self.method.proposer, self.sequences
         far = MAX_ROWS_BACK // 2 if proposer.has_states else MAX_ROWS_BEHIND
         if count == 0 or proposer.missed(sequences, count) <= far:
@@ -319,13 +319,13 @@ class DecodeBatch:
                 catch_up(alone, self.method, count)
 
     def _count_for(self, seqs: int) -> None:
-        """From now on the batch has so many sequences."""
+        """Select the `AutoK` for this number of sequences."""
         before, self._auto = self._auto, auto_of(self.method, seqs)
         if self._auto is not None and self._auto is not before:
             self._auto.change_batch()
 
     def _select(self, rows: list[int]) -> None:
-        """Go on with these rows alone, and find out anew what a step of them is."""
+        """Keep only these rows, and recompute what a step of them is."""
         seqs, sequences = [self._rows[row] for row in rows], self.sequences
         self._graphed = None
         if not seqs:
@@ -375,7 +375,7 @@ def auto_of(method: Method, seqs: int) -> AutoK | None:
 
 
 def _few_sizes(seqs: int) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return 1 << (seqs - 1).bit_length()
 
 
@@ -475,7 +475,7 @@ class PenalizedVerifier:
 
 
 def _drafted(draft: Draft, like_BRV: Tensor) -> Tensor:
-    """Counts of each token on the way from the root to a row, the row itself included, [B, R, V]."""
+    """Return counts of each token on the path from the root to a row, including the row, [B, R, V]."""
     if draft.nodes == 0:
         return torch.zeros_like(like_BRV)
     ancestors_BRR, _ = ancestors_of(draft.parents())

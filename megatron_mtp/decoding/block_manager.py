@@ -163,7 +163,7 @@ class BlockManager:
             known.clear()
 
     def _keys(self, tokens: list[int], first: int = 0) -> Iterator[tuple[int, ...]]:
-        """The tokens of every full block from one on, with those behind it that it depends on."""
+        """Yield the tokens of every full block from one on, with later tokens that it depends on."""
         last = len(tokens) - max(self.ahead, 1)
         for end in range((first + 1) * self.size, last + 1, self.size):
             yield tuple(tokens[end - self.size : end + self.ahead])

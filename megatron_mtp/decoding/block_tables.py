@@ -56,7 +56,7 @@ class BlockTables:
 
     @property
     def _is_whole(self) -> bool:
-        """True if a sequence has one block."""
+        """Return whether a sequence has one block."""
         return self.table_BL.size(1) == 1
 
     @cached_property
@@ -91,7 +91,7 @@ class BlockTables:
 
 
 def _run(numbers: tuple[int, ...]) -> slice | None:
-    """Numbers that follow one another, as a slice."""
+    """Return consecutive numbers as a slice."""
     if not numbers or numbers != tuple(range(numbers[0], numbers[0] + len(numbers))):
         return None
     return slice(numbers[0], numbers[0] + len(numbers))

@@ -108,7 +108,7 @@ def attended(
 
 @contextmanager
 def _own_kernels(query_BNRC: Tensor) -> Iterator[None]:
-    """Keep cuDNN out of attention: torch prefers it on some GPUs, and it makes a plan for every new shape."""
+    """Disable cuDNN in attention: torch prefers it on some GPUs, and it makes a plan for every new shape."""
     if not query_BNRC.is_cuda:
         yield
         return

@@ -128,7 +128,7 @@ def fused(function: Callable[..., Any], weight: Tensor) -> Callable[..., Any]:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function by torch's compiler; where that fails the function itself, after one warning."""
+    """Compile the function with torch; if that fails, return the function itself after one warning."""
     way = torch.compile(function, dynamic=True)
 
     def call(*given: Any) -> Any:
@@ -174,7 +174,7 @@ def mlp_of(layer: Any) -> Any:
 
 
 def _is_plain(layer: Any) -> bool:
-    """True if the layer has the modules that `lean` knows, and nothing beside them."""
+    """Return whether the layer has only the modules that `lean` supports."""
     if type(layer) is MambaLayer:
         return _is_plain_part(layer.mixer)
     known = type(layer) in (TransformerLayer, MLPLayer) and isinstance(layer.cross_attention, IdentityOp)
@@ -182,7 +182,7 @@ def _is_plain(layer: Any) -> bool:
 
 
 def _is_plain_part(part: Any) -> bool:
-    """True if its attention, recurrence, MLP or experts are plain."""
+    """Return whether its attention, recurrence, MLP or experts are plain."""
     if type(part) in (SelfAttention, RepeatedAttention):
         return isinstance(part.core_attention, CachedAttention) and _are_plain(part.linear_qkv, part.linear_proj)
     if type(part) is MLP:
@@ -193,7 +193,7 @@ def _is_plain_part(part: Any) -> bool:
 
 
 def _are_experts(mlp: Any) -> bool:
-    """True if it is a layer of experts, or stands in the place of one; with biases it has a sum of its own."""
+    """Return whether it is a layer of experts or its replacement; with biases it has its own sum."""
     own = getattr(mlp, "own", mlp)
     return isinstance(own, MoELayer) and not own.config.add_bias_linear
 
@@ -230,7 +230,7 @@ def default_settings(config: TransformerConfig) -> dict[str, Any]:
 
 @cache
 def _warn(unknown: tuple[str, ...]) -> None:
-    """Once for the same settings."""
+    """Warn once for the same settings."""
     _logger.warning(
         "drafting runs Megatron's own layers, which are slower: the model sets %s, which the short ones do not know",
         ", ".join(unknown),
@@ -238,7 +238,7 @@ def _warn(unknown: tuple[str, ...]) -> None:
 
 
 def _summed(linear: RowParallelLinear, product: Product) -> Multiply:
-    """A product whose terms are divided over tensor-parallel ranks."""
+    """Sum a product whose terms are divided over tensor-parallel ranks."""
     multiply, group = product(linear.weight), linear.tp_group
     if group.size() == 1:
         return multiply
@@ -277,7 +277,7 @@ def _kept_heads(
     caches: tuple[Tensor, Tensor],
     places: Places,
 ) -> Tensor:
-    """Queries [B, N, R, C] of a product with queries, keys and values; the latter two are kept in the caches."""
+    """Return queries [B, N, R, C] of a product with queries, keys and values; store keys and values in the caches."""
     both, value = mixed_SBGQC[..., :-1, :], mixed_SBGQC[..., -1, :]
     if norms[0] is not None or norms[1] is not None:
         pair = zip(norms, (both[..., :-1, :], both[..., -1:, :]), strict=True)
@@ -309,7 +309,7 @@ def _mlp(mlp: MLP, product: Product) -> Forward:
 
 
 def _experts(experts: Any, _: Product) -> Forward:
-    """Megatron's module, or what stands in its place."""
+    """Return Megatron's module, or its replacement."""
     return lambda hidden_SBH, _: experts(hidden_SBH)[0]
 
 

@@ -159,11 +159,11 @@ class Engine:
         )
 
     def _length_with(self, method: Method) -> int:
-        """Tokens of a sequence whose drafts take room as well, at most."""
+        """Return the largest number of tokens of a sequence, including room for its drafts."""
         return min(self.scheduler.positions, self.scheduler.longest - method.slots)
 
     def _method_of(self, request: Request) -> Method:
-        """The method of a request; errors as `make_method`."""
+        """Return the method of a request; raises the errors of `make_method`."""
         config = request.speculative or self.speculative
         kind = config, request.sampling.greedy
         if kind not in self._methods:
@@ -322,7 +322,7 @@ def generate(
 
 
 def _generated(engine: Engine, requests: list[Request], emit: Callable[[Update], None] | None) -> Generated:
-    """What the engine makes of requests, run until all have ended."""
+    """Run the engine on these requests until all have ended, and return the results."""
     number_of = {engine.add(request): number for number, request in enumerate(requests)}
     token_ids: list[list[int]] = [[] for _ in requests]
     found: list[list[TokenLogprob]] = [[] for _ in requests]
@@ -339,7 +339,7 @@ def _generated(engine: Engine, requests: list[Request], emit: Callable[[Update],
 
 
 def _engine_for(runner: Runner, requests: list[Request], drafter: Runner | None) -> Engine:
-    """An engine with a block for each sequence, so that attention reads its keys where they are."""
+    """Create an engine with one block for each sequence, so that attention reads keys without a copy."""
     first, few = requests[0], wants_few_shapes(runner.device)
     method = make_method(runner, first.speculative, first.sampling, drafter)
     positions = runner.positions

@@ -84,7 +84,7 @@ class StaticExperts(StandIn):
         return made.view_as(hidden_SBH), None
 
     def _routed(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor]:
-        """The router's choice for every row: probabilities and numbers of experts [T, K]."""
+        """Return the router's choice for every row: probabilities and expert numbers [T, K]."""
         router, config = self.own.router, self.own.config
         router._maintain_float32_expert_bias()
         return topk_routing_with_score_function(
@@ -120,7 +120,7 @@ def _is_known(layer: MoELayer) -> bool:
 
 
 def _is_plain(expert: MLP) -> bool:
-    """True if it is whole on this rank, and has no biases."""
+    """Return whether the layer is whole on this rank and has no biases."""
     products = (expert.linear_fc1, expert.linear_fc2)
     return all(one.bias is None for one in products) and expert.config.expert_tensor_parallel_size == 1
 

@@ -107,7 +107,7 @@ class GraphedStep:
         return recorded.output
 
     def _recorded(self, count: int) -> Recorded | None:
-        """Record the step in the memory of earlier ones; None if that fails, with one warning in the log."""
+        """Record the step in the memory of earlier steps. If that fails, return None and log one warning."""
         pool = next((one.pool for one in self._graphs.values() if one is not None), None)
         try:
             return self._record(lambda: self._step(count), pool)

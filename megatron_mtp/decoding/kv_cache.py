@@ -112,7 +112,7 @@ class Memory:
 
 
 def _forget_blocks(memory: Tensor, blocks: list[int]) -> None:
-    """Make these blocks zero: a few one by one, since an index wakes all threads, and many at once."""
+    """Zero these blocks: a few one by one, because an index wakes all threads, and many at once."""
     if len(blocks) > FEW_BLOCKS:
         memory[blocks] = 0
         return

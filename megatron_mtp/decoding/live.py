@@ -49,7 +49,7 @@ class LiveRunner:
         return self._runner
 
     def _share(self) -> None:
-        """Put the run's parameters and buffers in the place of the second model's."""
+        """Replace the second model's parameters and buffers by the run's."""
         given = {**dict(self._of_run.named_parameters()), **dict(self._of_run.named_buffers())}
         for name, own in [*self._own.named_parameters(), *self._own.named_buffers()]:
             tensor = given.get(name)

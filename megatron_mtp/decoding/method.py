@@ -115,7 +115,7 @@ def make_method(runner: Any, config: SpeculativeConfig | None, sampling: Samplin
 
 
 def _with_settings(config: SpeculativeConfig) -> SpeculativeConfig:
-    """The config with the defaults of the method and of the verifier where their settings were left out."""
+    """Return the config with default settings of the method and verifier for settings that were left out."""
     made: list[Settings] = []
     names, given = (config.method, config.verifier), (config.settings, config.verifier_settings)
     for name, kind, own in zip(names, _settings_kinds(*names), given, strict=True):
@@ -128,7 +128,7 @@ def _with_settings(config: SpeculativeConfig) -> SpeculativeConfig:
 
 
 def _settings_kinds(method: object, verifier: object) -> tuple[type[Settings], type[Settings]]:
-    """Classes of the method's and of the verifier's settings; ValueError for a name that is neither's."""
+    """Return the settings classes of method and verifier. Raise ValueError for a name that neither has."""
     drafting = PROPOSERS[_name("method", method, PROPOSERS)].settings_kind
     if verifier is None:
         return drafting, Settings
@@ -136,7 +136,10 @@ def _settings_kinds(method: object, verifier: object) -> tuple[type[Settings], t
 
 
 def _name(key: str, value: object, table: Registry[Any]) -> str:
-    """A name of the table; ValueError for another. Only the message lists the names: that asks every package."""
+    """Return a name of the table. Raise ValueError for another.
+
+    Only then are the names listed, which reads every package.
+    """
     if value == "mtp_trunk_states":
         raise ValueError("speculative config: the method 'mtp_trunk_states' was removed; use 'mtp', as it was trained.")
     if not isinstance(value, str) or value not in table:
@@ -201,7 +204,7 @@ def _check_states(runner: Any, method: str) -> None:
 
 
 def _without_branches(runner: Any, proposer: type[Proposer]) -> str | None:
-    """The part of the model whose states a method cannot keep; None if it can draft."""
+    """Return the part of the model whose states a method cannot keep; None if it can draft."""
     if runner.recurrent_trunk and proposer.drafts_trees:
         return "trunk"
     return (
@@ -210,7 +213,7 @@ def _without_branches(runner: Any, proposer: type[Proposer]) -> str | None:
 
 
 def _count(runner: Any, config: SpeculativeConfig, proposer: Proposer) -> int:
-    """K, or with 'auto' the largest K to consider."""
+    """Return K, or with 'auto' the largest K to consider."""
     asked, most = config.num_speculative_tokens, proposer.most
     if isinstance(asked, int):
         if most is not None and asked > most:
@@ -231,7 +234,7 @@ def _count(runner: Any, config: SpeculativeConfig, proposer: Proposer) -> int:
 
 
 def _misfit(proposer: Proposer, verifier: Verifier, sampling: Sampling) -> str | None:
-    """The reason why a verifier cannot judge what is drafted; None if it can."""
+    """Return why a verifier cannot judge the drafts; None if it can."""
     method = proposer.config.method
     if proposer.drafts_trees and not verifier.judges_trees:
         return f"judges chains, and '{method}' drafts trees"
@@ -243,5 +246,5 @@ def _misfit(proposer: Proposer, verifier: Verifier, sampling: Sampling) -> str |
 
 
 def _any_of(names: Sequence[str]) -> str:
-    """`a, b or c`."""
+    """Return `a, b or c`."""
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -168,12 +168,12 @@ class Recurrence:
         return RowPiece(part, tables, dropped_B, place_BR[:, 0] - start_B, lead_B - start_B, live_BR, before)
 
     def _lead(self, live_BR: Tensor, place_BR: Tensor, tables: BlockTables) -> Tensor:
-        """The position of every sequence's first row that counts; where none does, of the one that would come next."""
+        """Return the position of every sequence's first real row, or the next position if it has none."""
         first_B = place_BR[:, 0] + live_BR.int().argmax(dim=1)
         return torch.where(live_BR.any(dim=1), first_B, self.end_E[tables.where])
 
     def _dropped(self, lead_B: Tensor, tables: BlockTables) -> Tensor:
-        """Number of rows that the states take in before the one at `lead_B` runs; the slots begin behind them."""
+        """Return how many rows the states take in before the row at `lead_B` runs; the slots start after them."""
         start_B = self.start_E[tables.where]
         dropped_B = (lead_B - MAX_ROWS_BACK - start_B).clamp(min=0)
         self.start_E[tables.where] = start_B + dropped_B
@@ -186,7 +186,7 @@ class Recurrence:
 
 
 def _places(slots_BR: Tensor, tables: BlockTables) -> Places:
-    """A sequence's entry is the one block of its slots."""
+    """Return the entry of each sequence, which is the one block of its slots, and the slots."""
     return tables.entry_B.unsqueeze(1), slots_BR
 
 
@@ -298,18 +298,18 @@ class RecurrentMemory:
             write_rows(slots, new, _places(piece.slots_BR, piece.tables))
 
     def _sum_before(self, slot_B: Tensor, tables: BlockTables) -> Tensor:
-        """g summed over all slots before one, [B, H, 1, 1]."""
+        """Return g summed over all slots before one, [B, H, 1, 1]."""
         slot_B1 = slot_B.unsqueeze(1)
         sum_BH11 = read_rows(self.sums_EHT1, _places((slot_B1 - 1).clamp(min=0), tables))
         return sum_BH11.masked_fill((slot_B1 == 0)[:, None, :, None], 0)
 
     def _for_heads(self, values_BGxx: Tensor) -> Tensor:
-        """Repeat what a group's heads share for each of its heads."""
+        """Repeat values of a group for each of its heads."""
         return values_BGxx.repeat_interleave(self.sizes.heads // self.sizes.groups, dim=1)
 
 
 def _move(slots_ExTx: Tensor, tables: BlockTables, dropped_B: Tensor, count: int, less: Tensor | float = 0.0) -> None:
-    """To the front: `count` slots from slot `dropped_B` on, from which `less` is subtracted."""
+    """Move `count` slots from slot `dropped_B` on to the front, and subtract `less` from them."""
     first_BQ = torch.arange(count, device=dropped_B.device).expand(dropped_B.size(0), -1)
     moved_BxQx = read_rows(slots_ExTx, _places(first_BQ + dropped_B.unsqueeze(1), tables)) - less
     write_rows(slots_ExTx, moved_BxQx, _places(first_BQ, tables))

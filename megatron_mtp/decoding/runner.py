@@ -201,7 +201,7 @@ class Runner:
         cache_latents(one for one in self._layers() if hasattr(one, "self_attention"))
 
     def _cached(self, layers: list[Any]) -> Keeping:
-        """Give the attention of a stack's layers its part of the cache, and recurrent layers a memory."""
+        """Give attention layers of a stack their part of the cache, and recurrent layers a memory."""
         attending, states = list[Any](), list[Any]()
         for layer in layers:
             place = "mixer" if isinstance(layer, MambaLayer) else "self_attention"
@@ -218,16 +218,16 @@ class Runner:
         return Keeping(sum(_kept_numbers(layer.config) for layer in attending), states)
 
     def _stacks(self) -> list[list[torch.nn.Module]]:
-        """The layers of the trunk, and inside every MTP layer."""
+        """Return the layers of the trunk, and inside every MTP layer."""
         depths = self.model.mtp.layers if self.depths else []
         return [list(self.model.decoder.layers), *map(layers_of, depths)]
 
     def _layers(self) -> list[Any]:
-        """The layers of the trunk and of all MTP layers."""
+        """Return the layers of the trunk and of all MTP layers."""
         return [layer for stack in self._stacks() for layer in stack]
 
     def _place_experts(self) -> None:
-        """Where it is asked for: no GPU has run `decoding/experts.py` yet."""
+        """Replace experts if requested: `decoding/experts.py` has not run on a GPU yet."""
         if os.environ.get(STATIC_EXPERTS) == "1" and isinstance(self.model, GPTModel):
             from megatron_mtp.decoding.experts import place_static_experts
 
@@ -235,7 +235,7 @@ class Runner:
                 place_static_experts(layer)
 
     def _plain_head(self) -> Tensor | None:
-        """The head's rows where logits are its product with a state, of the trunk and of the MTP layers; else None."""
+        """Return the head's rows if logits are its product with a state, in trunk and MTP layers; else None."""
         model = self.model
         drafts_apart = self.attached.draft_vocabulary is not None or self.attached.drafter is not None
         if not self._has_whole_head() or model.config.use_mup or drafts_apart:
@@ -255,7 +255,7 @@ class Runner:
         return project
 
     def _make_draft_head(self) -> tuple[Callable[[Tensor], Tensor], int]:
-        """An MTP layer's or a drafter's states to logits, and how many tokens may be drafted."""
+        """Return the function from an MTP layer's or drafter's states to logits, and the number of drafted tokens."""
         model, draft_vocabulary = self.model, self.attached.draft_vocabulary
         if self.attached.drafter is not None:  # its head has a norm before it, and may have rows of its own
             layer, tokens_N = model.mtp.layer, model.mtp.draft_vocabulary
@@ -273,7 +273,7 @@ class Runner:
         return self._spread(self._head_weight()[rows_K], rows_K, left_out_V.numel()), drafted
 
     def _spread(self, weight_KH: Tensor, tokens_K: Tensor, vocabulary: int) -> Callable[[Tensor], Tensor]:
-        """A head of some tokens: states to logits of the whole vocabulary, -inf for the others."""
+        """Return a head for some tokens: states to logits of the whole vocabulary, -inf for the others."""
         multiply = self.backend.product(weight_KH)
 
         def project(hidden_SBH: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ class Runner:
 
 
 def _kept_numbers(config: TransformerConfig) -> int:
-    """Numbers of the keys and values that attention keeps of a token on this rank."""
+    """Return how many numbers of keys and values attention stores per token on this rank."""
     if isinstance(config, MLATransformerConfig):
         return config.kv_lora_rank + config.qk_pos_emb_head_dim
     groups = config.num_query_groups or config.num_attention_heads

@@ -171,7 +171,7 @@ def penalized(
 
 
 def _counts(tokens: list[int], like_RV: Tensor) -> Tensor:
-    """Counts of each token, [1, V]."""
+    """Return counts of each token, [1, V]."""
     index_T = torch.tensor(tokens, dtype=torch.long, device=like_RV.device)
     return torch.bincount(index_T, minlength=like_RV.size(-1)).to(like_RV).unsqueeze(0)
 
@@ -235,7 +235,7 @@ class Noise:
 
 
 def _mixed(value: Tensor) -> Tensor:
-    """Lea's mixing function, in place and in wrapping 64-bit arithmetic; the lower half of a number stands first."""
+    """Apply Lea's mixing function in place, in wrapping 64-bit arithmetic; the lower half of a number is first."""
     lower, upper = value.view(torch.int32).unflatten(-1, (-1, 2)).unbind(-1)
     for _ in range(2):
         lower.bitwise_xor_(upper)

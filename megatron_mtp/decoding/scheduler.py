@@ -193,7 +193,7 @@ class Scheduler:
         return ended
 
     def _make_room(self) -> None:
-        """Blocks for what the next step of every sequence may write, the oldest sequence's first."""
+        """Allocate blocks for what the next step of every sequence may write, the oldest sequence's first."""
         size = self.settings.block_size
         decoded = (seq for group in self.decoded.values() for seq in group.seqs)
         short = [seq for seq in decoded if seq.slots > len(seq.block_table.blocks) * size]
@@ -215,7 +215,7 @@ class Scheduler:
         self._wait_again(seq)
 
     def _wait_again(self, seq: Sequence) -> None:
-        """Let a sequence that is in no batch wait again."""
+        """Put a sequence that is in no batch back in the queue."""
         self.free(seq)
         seq.progress = Progress(guesses=seq.progress.guesses)  # its rows are gone
         seq.run = 0
@@ -225,7 +225,7 @@ class Scheduler:
         self.preempted += 1
 
     def _remove(self, seq: Sequence) -> None:
-        """Take a sequence out of where it is."""
+        """Remove a sequence from its queue or batch."""
         if seq.number in self.waiting:
             self.waiting.remove(seq.number)
         elif seq in self.prefilled:
@@ -250,7 +250,7 @@ class Scheduler:
     # ---- prompts
 
     def _prompts(self) -> list[PrefillBatch]:
-        """Forwards of prompts, of a chunk of rows in all; a sequence that runs alone has one of its own."""
+        """Return prompt forwards with one chunk of rows in all; a sequence that runs alone has its own forward."""
         rows, batches, left = self.settings.chunk, list[PrefillBatch](), self._admitted(self.settings.chunk)
         while rows > 0 and left:
             parts = self._parts(left, rows)
@@ -264,14 +264,14 @@ class Scheduler:
         return batches
 
     def _admitted(self, rows: int) -> list[Sequence]:
-        """Sequences whose prompts run, after as many more have got a place as these rows are enough for."""
+        """Return sequences whose prompts run, after admitting as many more as these rows allow."""
         wanted = self._wanted(rows)
         while wanted < rows and (seq := self._admit()):
             wanted = self._wanted(rows) if seq is self.prefilled[0] else wanted + seq.rows_left
         return self.prefilled
 
     def _parts(self, seqs: list[Sequence], rows: int) -> list[tuple[Sequence, int]]:
-        """Which of these run in a forward of at most so many rows, and how many rows of each.
+        """Choose which of these run in a forward of at most this many rows, and how many rows of each.
 
         The oldest prompt gets half of the rows. Of the others those with the fewest rows left go first, and the oldest
         gets what they leave. So a short prompt does not wait for a long one, and a long one goes on whatever comes.
@@ -289,12 +289,12 @@ class Scheduler:
         return [(seq, count) for seq, count in parts if count or seq.has_run]
 
     def _wanted(self, rows: int) -> int:
-        """Number of a forward's rows for prompts that have a place; of the oldest no more than half count."""
+        """Return how many of a forward's rows admitted prompts need; the oldest counts for at most half."""
         left = [seq.rows_left for seq in self.prefilled]
         return min(left[0], -(-rows // 2)) + sum(left[1:]) if left else 0
 
     def _admit(self) -> Sequence | None:
-        """Give the oldest request that waits a place, if there are one and blocks for it."""
+        """Admit the oldest waiting request, if a slot and enough blocks are free."""
         if not self.waiting or len(self.seqs) - len(self.waiting) >= self.settings.running:
             return None
         number: int | None = self.waiting[0]
@@ -307,7 +307,7 @@ class Scheduler:
         return seq
 
     def _give_blocks(self, seq: Sequence) -> bool:
-        """Blocks for a sequence that waits, those of a known beginning among them."""
+        """Allocate blocks for a waiting sequence, including cached blocks of its prefix."""
         block_table = seq.block_table
         if self._reuses and seq.request.prompt_logprobs is None:
             block_table = self.block_manager.find(seq.tokens)
@@ -324,7 +324,7 @@ class Scheduler:
         return True
 
     def _extend(self, seq: Sequence, block_table: BlockTable) -> bool:
-        """Blocks for all slots of a sequence beside those that it holds, if there are enough.
+        """Allocate blocks for all slots of a sequence that it does not hold yet, if enough are free.
 
         Nothing is left there of another sequence: no mask keeps a NaN out of a sum.
         """
@@ -334,7 +334,7 @@ class Scheduler:
         return used is not None
 
     def _go_on(self, prompts: PrefillBatch, seqs: list[Sequence]) -> None:
-        """Sequences that draft alike, of whose prompts parts have run."""
+        """Go on after parts of these prompts have run: move sequences with complete prompts to decoding."""
         self._keep_up(prompts, seqs)
         for seq in seqs:
             self._learn(seq, min(seq.run + 1, len(seq.tokens)))
@@ -368,7 +368,7 @@ class Scheduler:
                 catch_up(part, method, method.count)
 
     def _learn(self, seq: Sequence, length: int | None = None) -> None:
-        """Let other sequences use the blocks that this one has filled."""
+        """Let other sequences reuse the blocks that this sequence has filled."""
         if self._reuses:
             self.block_manager.learn(seq.block_table, seq.tokens[:length], seq.progress.seen)
 

@@ -256,7 +256,7 @@ class Sequences:
         return not self.shapes.fixed and all(self.live)
 
     def _places(self, first_B: Tensor, count: int) -> Tensor:
-        """`count` consecutive places from `first_B` on, [B, count]."""
+        """Return `count` consecutive indices from `first_B` on, [B, count]."""
         first_B1 = first_B.unsqueeze(1)
         return first_B1 if count == 1 else first_B1 + self.memory.count_T[:count]
 

@@ -70,7 +70,7 @@ def update_weights(
 
 
 def _abort(engine: Engine) -> list[Update]:
-    """End all sequences that have begun; those that wait do not notice."""
+    """End all sequences that have started; waiting sequences are not affected."""
     begun, version = [seq.number for seq in engine.scheduler.begun], engine.policy_version
     for number in begun:
         engine.cancel(number)

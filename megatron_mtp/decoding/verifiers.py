@@ -157,13 +157,13 @@ def block(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
 
 
 def _drafter(draft: Draft, p_BRV: Tensor) -> Tensor:
-    """q of the token after each row; 0 after the last, and where a draft has ended."""
+    """Return q of the token after each row; 0 after the last row and where a draft has ended."""
     q_BNV = draft.distributions(p_BRV) * draft.valid().cumprod(dim=1).unsqueeze(-1)
     return torch.cat([q_BNV, torch.zeros_like(p_BRV[:, :1])], dim=1)
 
 
 def _joint_ratios(p_BRV: Tensor, q_BRV: Tensor, draft: Draft) -> Tensor:
-    """pi_0 .. pi_K, [B, R]."""
+    """Return pi_0 .. pi_K, [B, R]."""
     token_BN1 = draft.tokens_BN.unsqueeze(-1)
     p_BN = p_BRV[:, :-1].gather(2, token_BN1).squeeze(-1)
     q_BN = q_BRV[:, :-1].gather(2, token_BN1).squeeze(-1)
@@ -215,7 +215,7 @@ def _beta(p: Tensor, q: Tensor, rho: Tensor) -> Tensor:
 
 
 def _after_rejections(p_BV: Tensor, q_BV: Tensor, rho_B: Tensor, count_B: Tensor) -> Tensor:
-    """Distribution that k rejected candidates leave; p itself where there were none."""
+    """Return the distribution after k rejected candidates; p itself without rejections."""
     beta_B = _beta(p_BV, q_BV, rho_B)
     share_B = (1 - (1 - beta_B) ** count_B) / beta_B.clamp(min=1e-300)
     covered_BV = torch.minimum(q_BV, p_BV / rho_B.unsqueeze(1)) * share_B.unsqueeze(1)
@@ -223,7 +223,7 @@ def _after_rejections(p_BV: Tensor, q_BV: Tensor, rho_B: Tensor, count_B: Tensor
 
 
 def _of_rows(draft: Draft, p_BRV: Tensor) -> tuple[Tensor, Tensor]:
-    """q of the candidates of each row [B, R, V], and their number k [B, R]."""
+    """Return q of each row's candidates [B, R, V], and their number k [B, R]."""
     q_BNV = draft.distributions(p_BRV)
     parents_BN, valid_BN = draft.parents(), draft.valid()
     count_BR = torch.zeros_like(p_BRV[:, :, 0]).scatter_add_(1, parents_BN, valid_BN.to(p_BRV))
@@ -338,7 +338,7 @@ def relaxed(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
 
 
 def _are_thinking(round: Round, settings: RelaxedSettings) -> Tensor:
-    """True if each sequence's newest token stands in the thinking phase: after its start, not after its end."""
+    """Return whether each sequence's newest token is in the thinking phase: after its start, not after its end."""
     tokens_BT = round.tokens_BT
     assert tokens_BT is not None
     bounds = [bound for bound in (settings.think_start, settings.think_end) if bound is not None]

@@ -188,7 +188,7 @@ class AcceptedLength(NegativeLogOverlap):
 
 
 def _negative_log_(chunk: Chunk, temperature: float) -> tuple[Tensor, Tensor]:
-    """log a, [N], and g, the gradient of -log a by the depth's logits; both logits are overwritten."""
+    """Return log a, [N], and g, the gradient of -log a by the depth's logits; overwrite both logits."""
     vocabulary = chunk.vocabulary
     assert chunk.teacher_NV is not None
     logits = chunk.logits_NV.div_(temperature), chunk.teacher_NV.div_(temperature)

@@ -131,7 +131,10 @@ def linear_loss(
 
 
 class _LinearLoss(torch.autograd.Function):
-    """Forward: losses, and the gradients of their sum. Backward: these, times the upstream gradient."""
+    """Autograd function. Forward: losses, and the gradients of their sum.
+
+    Backward: these, times the upstream gradient.
+    """
 
     @staticmethod
     def forward(
@@ -197,7 +200,7 @@ class _Head:
         states_grad_NH: Tensor | None,
         gradient_NV: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The total, and the masked sums of the depths [D].
+        """Return the total, and the masked sums of the depths [D].
 
         Gradients of the total, times `lift`, are written to those that are given.
 
@@ -253,7 +256,7 @@ class _Head:
         overlap_N: Tensor | None,
         by_kernel: bool,
     ) -> Tensor:
-        """[1 + D], a chunk's part of the total and its masked sums; the product is overwritten with the gradient."""
+        """Return a chunk's part of the total and its masked sums, [1 + D]; overwrite the product with the gradient."""
         if by_kernel:
             given = triton_chunk.Products(
                 product_NV,
@@ -281,7 +284,7 @@ class _Head:
         scale_D: Tensor,
         overlap_N: Tensor | None,
     ) -> Tensor:
-        """Losses of a chunk, block by block; the product is overwritten with the gradient."""
+        """Return losses of a chunk, block by block; overwrite the product with the gradient."""
         vocabulary, depths, losses = self.vocabulary, len(scale_D), []
         positions, entries = product_NV.shape
         as_one = product_NV.is_cuda or vocabulary.ranks > 1
@@ -304,19 +307,19 @@ def has_kernel(token_loss: TokenLoss, weight_VH: Tensor, vocabulary: Vocabulary)
 
 
 def _lift(scale_D: Tensor, vocabulary: Vocabulary, dtype: torch.dtype) -> Tensor | float:
-    """The factor that gradients have in the forward pass; the backward pass divides by it in float32."""
+    """Return the factor of gradients in the forward pass; the backward pass divides by it in float32."""
     if dtype != torch.float16:
         return 1.0
     return FLOAT16_GRADIENT / (scale_D.max() * vocabulary.logit_scale).clamp(min=1e-30)
 
 
 def _in_turn(values_DN: Tensor) -> Tensor:
-    """[N * D]: the depths of a position one behind the other."""
+    """Return [N * D]: the depths of a position are consecutive."""
     return values_DN.movedim(0, -1).flatten()
 
 
 class _Products:
-    """A head's products with chunks of states, in the rows of `kept_NV`, or all in the same memory.
+    """Products of a head with chunks of states, in the rows of `kept_NV`, or all in the same memory.
 
     Memory that is asked for anew is handed out page by page, which took a CPU a tenth of the loss's time.
     """
@@ -326,7 +329,7 @@ class _Products:
         self._memory_NV = weight_VH.new_empty(0, len(weight_VH))
 
     def of(self, states_NH: Tensor, chunk: slice) -> Tensor:
-        """[N, V] of the chunk's states."""
+        """Return the product [N, V] of the chunk's states."""
         states_NH, weight_VH = states_NH.to(self.weight_VH.dtype), self.weight_VH
         if self.kept_NV is None and len(self._memory_NV) < len(states_NH):
             self._memory_NV = weight_VH.new_empty(len(states_NH), len(weight_VH))
@@ -340,18 +343,18 @@ class _Products:
 
 @dataclass(frozen=True)
 class _SoftLabels:
-    """The trunk's products that a chunk's rows are taught by, each once, and which of them a row has."""
+    """Products of the trunk that serve as soft labels of a chunk's rows, each once, and the index of each row."""
 
     product_TV: Tensor
     row_N: Tensor
 
     def of(self, rows: slice) -> Tensor:
-        """[N, V] of these rows, which may be overwritten."""
+        """Return soft labels [N, V] of these rows, which may be overwritten."""
         return self.product_TV[self.row_N[rows]]
 
 
 class _Taught:
-    """The soft labels of all chunks."""
+    """Soft labels of all chunks."""
 
     def __init__(self, teacher: Teacher, targets: Targets) -> None:
         assert targets.taught_DN is not None
@@ -361,7 +364,7 @@ class _Taught:
         self._taught_N = _in_turn(targets.taught_DN).cpu()
 
     def labels(self, cut: list[slice]) -> Iterator[_SoftLabels]:
-        """The soft labels of the rows of one chunk after the other.
+        """Yield soft labels of the rows, one chunk after the other.
 
         What is read of the states is found on the host for all chunks, and copied at once.
         """
@@ -374,7 +377,7 @@ class _Taught:
 
 
 def _logits(product_NV: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Logits in float32 at least, in the product's memory if it has that type; padding gets no probability."""
+    """Return logits in at least float32, in the product's memory if it has that type; padding gets no probability."""
     logits_NV = product_NV.to(torch.promote_types(product_NV.dtype, torch.float32))
     if vocabulary.logit_scale != 1:
         logits_NV.mul_(vocabulary.logit_scale)
@@ -424,7 +427,7 @@ def blocks(positions: int, entries: int, as_one: bool, together: int = 1) -> Ite
 
 
 def _slices(positions: int, at_once: int, together: int) -> Iterator[slice]:
-    """At least one position each, or as many as belong together."""
+    """Return slices of at least one position each, or of as many as belong together."""
     at_once = max(1, at_once // together) * together
     for start in range(0, positions, at_once):
         yield slice(start, min(start + at_once, positions))

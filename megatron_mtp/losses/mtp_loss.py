@@ -221,7 +221,7 @@ def loss_of_stage(
 
 
 def _loss(stage: Attachment, settings: MTPConfig, hidden_SBH: Tensor, drafted: Drafted, is_normalized: bool) -> MTPLoss:
-    """The loss of the MTP layers; the mask of the batch is divided by the normalizer already, if there is one."""
+    """Return the loss of the MTP layers; the mask is already divided by the normalizer, if there is one."""
     loss, group = depth_loss(settings), stage.pg_collection.cp
     weights = depth_weights(settings, len(drafted.batch.labels_DBS), 1.0, loss)
     share = settings.kind.base_share if settings.kind is not None else None
@@ -251,7 +251,7 @@ def _check_stage(trunk: Any, settings: MTPConfig) -> None:
 
 
 def _check_states(stage: Attachment, hidden_SBH: Tensor, tokens_BS: Tensor, positions: int) -> None:
-    """Refuse tokens of another forward; `positions` of them are this context-parallel rank's."""
+    """Refuse tokens of another forward pass; `positions` of them are this context-parallel rank's."""
     ranks = stage.pg_collection.tp.size() if stage.config.sequence_parallel else 1
     if hidden_SBH.shape[:2] != (positions // ranks, len(tokens_BS)):
         raise ValueError(
@@ -275,7 +275,7 @@ def _check_labels(labels_BS: Tensor, loss_mask_BS: Tensor, vocab_size: int | Non
 
 
 def _joined(batch: Batch, cuts_rows: bool) -> Batch:
-    """Join all rows into one, which is packed."""
+    """Join all rows into one packed row."""
     assert batch.document_BS is not None
     packed, normalizer = packed_rows(batch.document_BS, cuts_rows), batch.normalizer
     if isinstance(normalizer, Tensor):
@@ -304,13 +304,13 @@ def packed_rows(document_BS: Tensor, cuts_rows: bool) -> PackedSeqParams:
 
 
 def _apart(document_BS: Tensor) -> Tensor:
-    """Numbers of documents that differ between rows too."""
+    """Return document numbers that also differ between rows."""
     first_B1 = (document_BS.max() + 1) * torch.arange(len(document_BS), device=document_BS.device).unsqueeze(1)
     return torch.where(document_BS == NO_DOCUMENT, document_BS, document_BS + first_B1)
 
 
 def _documents(packed: PackedSeqParams, tokens_BS: Tensor) -> Tensor:
-    """The document of every position of the one row, [1, S]."""
+    """Return the document of every position of the one row, [1, S]."""
     if len(tokens_BS) != 1:
         raise ValueError(f"packed_seq_params was given with {len(tokens_BS)} rows of tokens; join them to one row.")
     padded = packed.cu_seqlens_q_padded

@@ -211,7 +211,7 @@ class HeadObjective:
         return total, sums
 
     def _counted(self, head: Head, batch: DepthBatch) -> DepthBatch:
-        """With labels as numbers in the draft vocabulary, and the masks of what counts.
+        """Convert labels to draft vocabulary indices, and compute the masks of counted positions.
 
         Labels outside of it count nowhere, unless there is a teacher. Where the loss couples depths, a position counts
         only if every depth does: no chain leaves its document.
@@ -227,7 +227,7 @@ class HeadObjective:
         return self._masked(batch, batch.loss_mask_DBS.float().amin(0).expand_as(mask_DBS))
 
     def _masked(self, batch: DepthBatch, mask_DBS: Tensor) -> DepthBatch:
-        """With other masks of the depths, counted over the whole microbatch."""
+        """Replace the masks of the depths, counted over the whole microbatch."""
         tokens_D = mask_DBS.float().sum((1, 2))
         torch.distributed.all_reduce(tokens_D, group=self.cp_group)
         whole_tokens = torch.cat([batch.whole_tokens[:1], tokens_D])
@@ -235,7 +235,7 @@ class HeadObjective:
 
     @torch.no_grad()
     def _teacher(self, trunk_SBH: Tensor, head: Head, later: LaterPositions | None) -> Teacher | None:
-        """The trunk's states, this rank's and those that it needs of others, row by row of [S, B]."""
+        """Return the trunk's states, of this rank and of other ranks as needed, row by row of [S, B]."""
         if later is None or not self.depth_loss.needs_teacher:
             return None
         states_TH = later.lookup(head.whole(trunk_SBH)).flatten(0, 1)
@@ -245,7 +245,7 @@ class HeadObjective:
 
 
 def _confidence_loss(confidence_DBS: Tensor, targets: Targets, overlap_DBS: Tensor) -> Tensor:
-    """Binary cross-entropy of the logits that drafts are accepted from the rates at which they are."""
+    """Return binary cross-entropy between logits of acceptance and the actual acceptance rates of drafts."""
     errors_DBS = binary_cross_entropy_with_logits(confidence_DBS.to(overlap_DBS), overlap_DBS, reduction="none")
     return ((errors_DBS * targets.mask_DN).sum((1, 2)) * targets.scale_D).sum()
 
@@ -424,7 +424,10 @@ def _logits(states_NBH: Tensor, head: Head, weight_VH: Tensor | None = None) -> 
 
 
 def _draft_logits(states_NBH: Tensor, head: Head) -> Tensor:
-    """Logits of drafts, whose states may have a part for a bias; tokens that are not drafted have no probability."""
+    """Return logits of drafts, whose states may have a part for a bias.
+
+    Tokens outside the draft vocabulary are excluded.
+    """
     if head.candidates is not None:
         unary_NBV = _logits(states_NBH[..., : head.weight.size(1)], head)
         return chosen_logits_(unary_NBV.flatten(0, 1), states_NBH.flatten(0, 1), head).view_as(unary_NBV)

@@ -68,7 +68,7 @@ def plain_loss(
 
 
 def _ce(whole: Whole) -> Tensor:
-    """A label that is not drafted has loss 0."""
+    """Cross-entropy. A label outside the draft vocabulary has loss 0."""
     hit_NK = whole.labels_N.unsqueeze(1) == whole.drafted_K
     is_drafted_N, number_N = hit_NK.any(1), hit_NK.int().argmax(1)
     logits_NK, smoothing = whole.drafts_NK(), whole.settings.mtp_label_smoothing
@@ -77,7 +77,7 @@ def _ce(whole: Whole) -> Tensor:
 
 
 def _paced(losses: list[Tensor], mask_DN: Tensor) -> list[Tensor]:
-    """Each loss times sum_(j >= k) r_1 .. r_j as a constant; no draft is reached behind one that is masked."""
+    """Weight each loss with sum_(j >= k) r_1 .. r_j as a constant; no draft after a masked one is reached."""
     reached, reached_N = [], torch.ones_like(losses[0])
     for loss_N, mask_N in zip(losses, mask_DN, strict=True):
         reached_N = reached_N * (1 + torch.exp(-loss_N.detach())) / 2 * (mask_N != 0)
@@ -86,7 +86,7 @@ def _paced(losses: list[Tensor], mask_DN: Tensor) -> list[Tensor]:
 
 
 def _kd(whole: Whole) -> Tensor:
-    """The trunk's distribution is restricted to the drafted tokens and renormalized."""
+    """Distillation. The trunk's distribution is restricted to the draft vocabulary and renormalized."""
     temperature = whole.settings.mtp_temperature
     log_q_NK = torch.log_softmax(whole.drafts_NK() / temperature, 1)
     log_p_NK = torch.log_softmax(whole.teacher()[:, whole.drafted_K] / temperature, 1)
@@ -94,7 +94,7 @@ def _kd(whole: Whole) -> Tensor:
 
 
 def _overlap(whole: Whole) -> Tensor:
-    """The trunk's distribution is over all tokens; q is 0 for those that are not drafted."""
+    """Overlap with the trunk's distribution over all tokens; q is 0 outside the draft vocabulary."""
     temperature = whole.settings.mtp_temperature
     q_NK = torch.softmax(whole.drafts_NK() / temperature, 1)
     q_NV = torch.zeros_like(whole.logits_NV).index_copy(1, whole.drafted_K, q_NK)

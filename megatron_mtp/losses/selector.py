@@ -79,13 +79,13 @@ def chosen_logits_(unary_NV: Tensor, states_NX: Tensor, head: Head) -> Tensor:
 
 
 def _own(tokens_NC: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    """Rows of the tokens in this rank's slice (0 if another rank has it), and whether it has them."""
+    """Return rows of tokens in this rank's slice (0 for other ranks' tokens), and whether this rank has them."""
     local, is_own = head.vocabulary().own(tokens_NC.flatten())
     return local.view_as(tokens_NC), is_own.view_as(tokens_NC)
 
 
 class _Scores(torch.autograd.Function):
-    """Products [N, C] of states [N, H] with chosen rows of a weight [V, H], some states at once in both directions."""
+    """Autograd products [N, C] of states [N, H] with chosen rows of a weight [V, H], in pieces in both directions."""
 
     @staticmethod
     def forward(ctx: Any, states_NH: Tensor, weight_VH: Tensor, rows_NC: Tensor) -> Tensor:

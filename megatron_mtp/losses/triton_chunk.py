@@ -123,7 +123,7 @@ def leaves_parts(token_loss: TokenLoss) -> bool:
 
 @cache
 def _all_launch(group: ProcessGroup) -> bool:
-    """Ranks that exchange statistics must all run the kernels, or none."""
+    """Return whether all ranks can run the kernels: ranks that exchange statistics must all run them, or none."""
     launches = torch.tensor(float(why_no_kernels() is None), device="cuda")
     torch.distributed.all_reduce(launches, torch.distributed.ReduceOp.MIN, group)
     return bool(launches)
@@ -196,7 +196,7 @@ def _divergence(loss: Divergence, given: Products, losses_N: Tensor) -> None:
 
 
 def _overlap(loss: OverlapLoss, given: Products, losses_N: Tensor) -> None:
-    """Two kernels: between them `joined` gives the weights of a position's depths."""
+    """Launch two kernels; between them, `joined` returns the weights of a position's depths."""
     from megatron_mtp.losses import triton_kernels
 
     rows, temperature, factor = len(losses_N), loss.temperature, given.vocabulary.logit_scale / loss.temperature
@@ -224,7 +224,7 @@ def _overlap(loss: OverlapLoss, given: Products, losses_N: Tensor) -> None:
 
 
 def _program(entries: int) -> dict[str, int]:
-    """The logits of a row that a program has in registers at once, and the warps that share them."""
+    """Return how many logits of a row a program holds in registers at once, and the warps that share them."""
     return {"BLOCK": min(BLOCK, 1 << (entries - 1).bit_length()), "num_warps": WARPS}
 
 

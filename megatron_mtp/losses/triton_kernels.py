@@ -223,13 +223,13 @@ def overlap_gradient(
 
 @triton.jit
 def _whole(statistics, row):
-    """The largest logit of a whole row, and the sum of the exponentials of what all have above it."""
+    """Return the largest logit of a whole row, and the sum of exponentials relative to it."""
     return tl.load(statistics + 2 * row), tl.load(statistics + 2 * row + 1)
 
 
 @triton.jit
 def _logits(products, columns, places, factor, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
-    """In float32, -inf beyond the tokens."""
+    """Load logits in float32, -inf beyond the vocabulary."""
     is_token = places < TOKENS
     if GATHERED:
         places = tl.load(columns + places, mask=is_token, other=0)
@@ -239,7 +239,7 @@ def _logits(products, columns, places, factor, TOKENS: tl.constexpr, GATHERED: t
 
 @triton.jit
 def _divergence(q_below, q_total, p_below, p_total, is_token, LARGEST_GAP: tl.constexpr, FLOOR: tl.constexpr):
-    """The tokens' part of KL(p || q), without the sum of terms that cancel."""
+    """Return the tokens' part of KL(p || q), without adding terms that cancel."""
     gap = tl.where(is_token, q_below, 0.0) - tl.where(is_token, p_below, 0.0) + (tl.log(p_total) - tl.log(q_total))
     gap = tl.where(gap > LARGEST_GAP, LARGEST_GAP, gap)
     q, p = tl.exp(q_below) / q_total, tl.exp(p_below) / p_total
@@ -249,7 +249,7 @@ def _divergence(q_below, q_total, p_below, p_total, is_token, LARGEST_GAP: tl.co
 
 @triton.jit
 def _exponential_beyond_linear(x):
-    """exp(x) - 1 - x, by its series near 0, where the terms cancel."""
+    """Return exp(x) - 1 - x, by its series near 0, where the terms cancel."""
     series = 1.0 + x / 11.0
     for divisor in tl.static_range(10, 2, -1):
         series = 1.0 + x / divisor * series
@@ -258,7 +258,7 @@ def _exponential_beyond_linear(x):
 
 @triton.jit
 def _store(products, places, gradient, weight, ENTRIES: tl.constexpr, TOKENS: tl.constexpr):
-    """The gradient times the position's weight; 0 where that is 0, whatever the gradient."""
+    """Store the gradient times the position's weight; 0 if the weight is 0, even if the gradient is not finite."""
     gradient = tl.where(places < TOKENS, gradient, 0.0)
     gradient = tl.where(weight == 0, 0.0, gradient * weight)
     tl.store(products + places, gradient.to(products.dtype.element_ty), mask=places < ENTRIES)

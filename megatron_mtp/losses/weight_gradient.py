@@ -148,7 +148,7 @@ def _blocks(like_XH: Tensor) -> Iterator[slice]:
 
 
 def _is_added_by_ddp(weight_VH: Tensor, node: Any) -> bool:
-    """Return whether all that becomes of the gradient is that DDP's hook adds it to `main_grad`.
+    """Return whether the gradient is used only by DDP's hook, which adds it to `main_grad`.
 
     Not where something else sees it (hooks of the tensor, `torch.autograd.grad`), and not where Megatron adds in
     another way: its FSDP, its sharded weights, and modules that make their weight gradients later.

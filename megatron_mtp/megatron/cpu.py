@@ -100,7 +100,7 @@ def _replace_copies(rows: Sequence[Substitution]) -> None:
 
 
 def _functions(module: Any) -> Iterator[FunctionType]:
-    """The functions of a module and of its classes."""
+    """Return the functions of a module and of its classes."""
     for value in list(vars(module).values()):
         if isfunction(value):
             yield value

@@ -315,7 +315,7 @@ def _has_latent(args: Namespace) -> bool:
 
 
 def _trunk_scaling(argument: Callable[[str], Any], is_latent: bool) -> dict[str, Any] | None:
-    """The scaling of a trunk's angles, as a drafter with the same attention has it."""
+    """Return the scaling of a trunk's angles, as a drafter with the same attention has it."""
     keys = megatrons_scaling(argument, is_latent)
     if keys["rope_type"] == "yarn":
         if keys["factor"] == 1:

@@ -114,7 +114,10 @@ class PortableAttention(torch.nn.Module):
     def _documents(
         self, query_SBNC: Tensor, key_SBGC: Tensor, value_SBGC: Tensor, bounds: list[int], mask: Tensor | None
     ) -> Tensor:
-        """Every document by itself, [S, B, N * C]; `bounds` are where they start and end in the whole sequence."""
+        """Attend within every document, [S, B, N * C].
+
+        `bounds` are the documents' starts and ends in the whole sequence.
+        """
         ranks, positions_S = self.cp_group.size(), None
         if ranks > 1:
             positions_RS = to_device(positions_of_ranks(torch.tensor(bounds), ranks), query_SBNC.device)
@@ -138,7 +141,7 @@ class PortableAttention(torch.nn.Module):
         mask: Tensor | None,
         chain: Sequence[tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """Attention within a document, [S, B, N * C]; without `position_S` the queries are its last positions."""
+        """Attend within one document, [S, B, N * C]; without `position_S` the queries are its last positions."""
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SBNC, key_SBGC, value_SBGC))
         queries, keys, channels = query.size(2), key.size(2), value.size(-1)
         plain = mask is None and position_S is None and self.window is None and queries == keys
@@ -180,7 +183,7 @@ class PortableAttention(torch.nn.Module):
         return found_SBNC.flatten(2)
 
     def _visible(self, position_S: Tensor, keys: int, mask: Tensor | None, later: int = 0) -> Tensor:
-        """Bool, broadcast over [B, N, S, keys]: True where a query attends to a key.
+        """Return bool, broadcast over [B, N, S, keys]: True if a query attends to a key.
 
         Args:
             later: how many positions behind its place a query stands, from which its window counts.
@@ -230,7 +233,7 @@ def with_chain(
 
 
 def _scores(query_SBNC: Tensor, key_SBGC: Tensor) -> Tensor:
-    """The product of each query with the key of its own position, [S, B, N], in float32 or better."""
+    """Return the product of each query with the key of its own position, [S, B, N], in at least float32."""
     exact = torch.promote_types(query_SBNC.dtype, torch.float32)
     query_SBGMC = query_SBNC.to(exact).unflatten(2, (key_SBGC.size(2), -1))
     return (query_SBGMC * key_SBGC.unsqueeze(3)).sum(-1).flatten(2)

@@ -172,7 +172,7 @@ _PASSED_ON = (
 
 
 def _layer_spec(config: MTPGPTModelConfig, vp_stage: int | None) -> Any:
-    """The trunk's layers: the user's `--spec`, or Megatron's choice for this configuration."""
+    """Return the spec of the trunk's layers: the user's `--spec`, or Megatron's choice for this configuration."""
     spec = config.transformer_layer_spec
     if spec is None:
         spec = megatron_gpt.default_layer_spec(config, vp_stage)
@@ -184,7 +184,7 @@ def _layer_spec(config: MTPGPTModelConfig, vp_stage: int | None) -> Any:
 
 
 def _block_spec(config: MTPGPTModelConfig, layer_spec: Any, vp_stage: int | None) -> Any:
-    """The trunk's layers and final norm, with portable modules where Megatron's local ones would stand."""
+    """Return the spec of the trunk's layers and final norm, with portable modules instead of Megatron's local ones."""
     if config.transformer.transformer_impl != "local":
         return with_modules(layer_spec, PLAIN_QUERIES)
     if isinstance(layer_spec, ModuleSpec) and layer_spec.module is TransformerLayer:
@@ -196,7 +196,7 @@ def _block_spec(config: MTPGPTModelConfig, layer_spec: Any, vp_stage: int | None
 def _head_plan(
     config: MTPModelConfig, head: HeadSettings, mtp_layer: MultiTokenPredictionLayerSubmodules | None
 ) -> HeadPlan:
-    """How a stage makes a head.
+    """Plan how a stage creates a head.
 
     Raises:
         ValueError: the trunk does not have the layers that it reads.
@@ -219,7 +219,7 @@ def _head_plan(
 
 
 def _drafter(config: MTPModelConfig, head: HeadSettings) -> HeadSpec | None:
-    """The drafter that a head is, reading layers by Megatron's numbers; None of MTP layers.
+    """Return a head's drafter with layers in Megatron's numbers; None for MTP layers.
 
     Raises:
         ValueError: the trunk does not have them.
@@ -249,7 +249,10 @@ def _padded_vocab_size(config: MTPModelConfig) -> int:
 def _mtp_submodules(
     config: MTPGPTModelConfig, layer_spec: Any, vp_stage: int | None
 ) -> MultiTokenPredictionLayerSubmodules | None:
-    """The spec of an MTP layer, which has the kind of the trunk's last layer, dense or MoE; None without any."""
+    """Return the spec of an MTP layer, of the same kind as the trunk's last layer, dense or MoE.
+
+    None without MTP layers.
+    """
     transformer = config.transformer
     if all(head.settings.drafter is not None for head in config.heads):
         return None

@@ -80,7 +80,7 @@ class DraftHeads:
     # --- what a checkpoint lacks -------------------------------------------------------------------------------------
 
     def _lacking(self, plan: HeadPlan) -> Iterator[str]:
-        """Beginnings of the names of what the checkpoint that is about to be loaded lacks of a head."""
+        """Return name prefixes of a head's parts that the checkpoint to load does not have."""
         yield from (f"layers.{index}." for index in plan.absent)
         if 0 in plan.absent or self._lacks_vocabulary:
             yield "draft_vocabulary"

@@ -100,7 +100,7 @@ def depth_submodules(
 
 
 def _te_submodules(config: TransformerConfig) -> HybridStackSubmodules:
-    """Megatron's layers with TE, and the norms of queries and keys, which its hybrids lack and its GPTs have."""
+    """Return Megatron's TE layers, with the norms of queries and keys that its GPTs have and its hybrids lack."""
     submodules: HybridStackSubmodules = hybrid_layer_specs.hybrid_stack_spec.submodules
     if not config.qk_layernorm:
         return submodules
@@ -113,14 +113,14 @@ def _te_submodules(config: TransformerConfig) -> HybridStackSubmodules:
 
 
 def _with_parts(layer: ModuleSpec, **parts: Any) -> ModuleSpec:
-    """The layer with other parts of its attention."""
+    """Replace parts of the layer's attention."""
     attention = layer.submodules.self_attention
     attention = replace(attention, submodules=replace(attention.submodules, **parts))
     return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
 
 
 def _local_submodules(config: TransformerConfig) -> HybridStackSubmodules:
-    """Megatron's own layers without TE; norms have the keys of TE's in checkpoints, which are parts of projections."""
+    """Return Megatron's layers without TE; norms have the checkpoint keys of TE's, which are part of projections."""
     backend = LocalSpecProvider()
     column, row = backend.column_parallel_linear(), backend.row_parallel_linear()
     parts = _gpt_parts(config, experts=False)
@@ -145,7 +145,7 @@ def _local_submodules(config: TransformerConfig) -> HybridStackSubmodules:
 
 
 def _gpt_parts(config: TransformerConfig, experts: bool = True, latent: bool = False) -> TransformerLayerSubmodules:
-    """The parts of a transformer layer, as a GPT of this configuration has them."""
+    """Return the parts of a transformer layer in a GPT of this configuration."""
     return get_gpt_layer_local_submodules(
         num_experts=config.num_moe_experts if experts else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -157,7 +157,7 @@ def _gpt_parts(config: TransformerConfig, experts: bool = True, latent: bool = F
 
 
 def _mixing_layer(norm: Any, mixer: ModuleSpec, projection: str | None = None) -> ModuleSpec:
-    """A layer that mixes positions; `projection` is the one into which TE fuses the norm."""
+    """Return a layer that mixes positions; TE fuses the norm into `projection`."""
     keys = {} if projection is None else {"input_layernorm.": f"self_attention.{projection}.layer_norm_"}
     parts = TransformerLayerSubmodules(
         input_layernorm=norm,
@@ -169,7 +169,7 @@ def _mixing_layer(norm: Any, mixer: ModuleSpec, projection: str | None = None) -
 
 
 def _channel_layer(parts: TransformerLayerSubmodules, keys: dict[str, str]) -> TransformerLayerSubmodules:
-    """The second half of a transformer layer: MLP or MoE."""
+    """Return the second half of a transformer layer: MLP or MoE."""
     return TransformerLayerSubmodules(
         pre_mlp_layernorm=parts.pre_mlp_layernorm,
         mlp=parts.mlp,

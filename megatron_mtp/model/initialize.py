@@ -72,7 +72,7 @@ def draw_anew(block: MultiTokenPredictionBlock, prefix: str, seed: int) -> None:
 
 
 def _drawn(prefix: str, layer: Any, weights: "RandomWeights") -> dict[str, Tensor]:
-    """This rank's part of a layer, by name relative to it.
+    """Draw this rank's part of a layer, by name relative to it.
 
     Raises:
         ValueError: there is no rule for a tensor, which would be as each rank happens to have initialized it.
@@ -94,7 +94,7 @@ def _drawn(prefix: str, layer: Any, weights: "RandomWeights") -> dict[str, Tenso
 
 
 def _from_trunk(name: str, value: Any, loaded: dict[str, Any], block: MultiTokenPredictionBlock) -> Any:
-    """The value of one entry of a depth; `name` is relative to the depth, `value` as initialized.
+    """Return the value of one entry of a depth; `name` is relative to the depth, `value` as initialized.
 
     Where a kernel's `_extra_state` is not stored, it stays as initialized; so do enorm and hnorm, at 1.
 
@@ -121,7 +121,7 @@ def _from_trunk(name: str, value: Any, loaded: dict[str, Any], block: MultiToken
 
 
 def _pass_hidden_state(weight: Tensor, block: MultiTokenPredictionBlock) -> Tensor:
-    """[0 | I]: this tensor-parallel rank's rows of it, weight [H / TP, 2H]."""
+    """Return [0 | I]: this tensor-parallel rank's rows of the weight [H / TP, 2H]."""
     rows, columns = weight.shape
     first_row = block.tp_group.rank() * rows
     passing = torch.zeros_like(weight)
@@ -183,7 +183,7 @@ class RandomWeights:
 
     @cached_property
     def _of_kinds(self) -> dict[str, float | None]:
-        """How the parameters begin that kinds of drafters have of their own, by name."""
+        """Return initial values of parameters that only some drafter kinds have, by name."""
         return {own: deviation for row in DRAFTERS.values() for own, deviation in row.begins.items()}
 
     def draw(self, key: str, shape: Sequence[int], part: Part | None = None) -> Tensor | None:

@@ -26,7 +26,7 @@ class LatentSelfAttention(MLASelfAttention):
     """Megatron's MLA without a norm of uncompressed queries."""
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        """Classes of the norms and of the projections behind them, by attribute."""
+        """Return the classes of the norms and of the projections after them, by attribute."""
         if self.config.q_lora_rank is not None or not self.config.qk_layernorm:
             resolved: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
             return resolved

@@ -262,7 +262,10 @@ class PortableMamba(MambaMixer):
         return output
 
     def _mixed(self, xBCdt_BLC: Tensor, columns_C: Tensor, document_1L: Tensor) -> Tensor:
-        """Convolution and scan of some heads; `columns_C` are theirs in this tensor-parallel rank's x, B, C and dt."""
+        """Run convolution and scan of some heads.
+
+        `columns_C` are their columns of this tensor-parallel rank's x, B, C and dt.
+        """
         heads = self.nheads_local_tp // self.pg_collection.cp.size()
         own_C, own_H = columns_C[:-heads], columns_C[-heads:] - self.conv1d_bias.numel()
         xBC_BLC, dt_BLH = xBCdt_BLC.split([own_C.numel(), heads], dim=-1)
@@ -279,7 +282,7 @@ class PortableMamba(MambaMixer):
 
 
 def _wide(values: Tensor) -> Tensor:
-    """At least float32: decays are exponentials."""
+    """Convert to at least float32: decays are exponentials."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -340,12 +343,12 @@ class PortableGatedDeltaNet(GatedDeltaNet):
                 weight.register_hook(self._sum_of_ranks)
 
     def _sum_of_ranks(self, gradient: Tensor) -> Tensor:
-        """With sequence parallelism Megatron takes this sum, and without it leaves the ranks' weights to differ."""
+        """Sum over ranks also without sequence parallelism; Megatron does not, and the ranks' weights drift apart."""
         torch.distributed.all_reduce(gradient := gradient.clone(), group=self.tp_group)
         return gradient
 
     def _setup_variant_attrs(self) -> None:
-        """Megatron's, which also asks for a kernel."""
+        """Run Megatron's method, without its requirement of a kernel."""
         super()._setup_variant_attrs()
         self.gated_delta_rule = gated_delta_rule
 
@@ -383,7 +386,7 @@ class PortableGatedDeltaNet(GatedDeltaNet):
         return output
 
     def _mixed(self, whole_BLC: Tensor, columns_C: Tensor, document_1L: Tensor) -> Tensor:
-        """Convolution and delta rule of some heads; `columns_C` are theirs in this tensor-parallel rank's columns."""
+        """Run convolution and delta rule of some heads; `columns_C` are their columns of this tensor-parallel rank."""
         ranks = self.pg_collection.cp.size()
         keys, values, heads = (
             size // ranks for size in (self.qk_dim_local_tp, self.v_dim_local_tp, self.num_v_heads_local_tp)
@@ -403,7 +406,7 @@ class PortableGatedDeltaNet(GatedDeltaNet):
         return out_BLHV.flatten(2)
 
     def _normed_keys(self, keys_BLC: Tensor, heads: int) -> Tensor:
-        """Keys or queries for every value head; consecutive value heads share one."""
+        """Return keys or queries for every value head; consecutive value heads share one."""
         keys_BLHK = keys_BLC.unflatten(-1, (-1, self.key_head_dim))
         if self.use_qk_l2norm:
             keys_BLHK = of_length_one(keys_BLHK)

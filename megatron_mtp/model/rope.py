@@ -60,12 +60,12 @@ def placed(module: torch.nn.Module, positions: Sequence[int]) -> Iterator[None]:
 
 
 def _rotary_modules(module: torch.nn.Module) -> Iterator[Any]:
-    """Only rotary modules have `get_emb`, with and without YaRN."""
+    """Yield rotary modules: only they have `get_emb`, with and without YaRN."""
     return (one for one in module.modules() if hasattr(one, "get_emb"))
 
 
 def _angles(rotary: Any, positions: Sequence[int], length: int, *_: object, **__: object) -> Any:
-    """In the place of `forward(length, ...)`: angles [length, 1, 1, C], with YaRN's factor if the module has one.
+    """Replace `forward(length, ...)`: return angles [length, 1, 1, C], with YaRN's factor if the module has one.
 
     The angles of positions 0 1 2 9 are made in two parts, of the 3 from 0 on and of the 1 from 9 on.
     """

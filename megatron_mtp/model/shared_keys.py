@@ -115,7 +115,7 @@ class ChainedLatentAttention(PortableLatentAttention):
 def _turn_further(
     layer: SharingAttention | FirstPassKeys, _: Any, given: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before latent attention makes its angles: pass d stands d - 1 positions later."""
+    """Shift positions before latent attention computes its angles: pass d is d - 1 positions later."""
     return given, {**named, "offset": len(layer.passes or ())}
 
 

@@ -100,7 +100,7 @@ def trunk_of(chunk: Any, symbols: int, scaling: str | None) -> TrunkSpec:
 
 
 def _base_of(rotary: Any) -> float:
-    """The base of unscaled angles, from the first two frequencies."""
+    """Return the base of unscaled angles, from the first two frequencies."""
     if rotary is None:
         return BASE
     first, second = (float(one) for one in rotary.inv_freq[:2].double())
@@ -108,7 +108,7 @@ def _base_of(rotary: Any) -> float:
 
 
 def _is_plain(rotary: Any, base: float) -> bool:
-    """Return whether the frequencies are those of a base alone, and positions are not divided."""
+    """Return whether the frequencies come from a base alone, and positions are not divided."""
     frequencies: Tensor = rotary.inv_freq
     count = len(frequencies)
     plain = base ** -(torch.arange(count, dtype=torch.float64) / count)

@@ -183,7 +183,7 @@ class Vocabulary:
         return token_NX.gather(-1, best_NX.topk(count).indices)
 
     def _of_all_slices(self, values_NC: Tensor, places_NC: Tensor, entries: int) -> tuple[Tensor, Tensor]:
-        """Every rank's values and their tokens, rank by rank, from their places in slices of so many entries."""
+        """Return every rank's values and their tokens, in rank order, from indices within slices of this size."""
         if self.ranks == 1:
             return values_NC, places_NC
         tokens_NC = places_NC + self._rank * entries

@@ -112,15 +112,15 @@ class Answer[AnyBody: Body](ABC):
         yield DONE
 
     def _openings(self) -> list[dict[str, Any]]:
-        """Entries of a stream that come before all tokens."""
+        """Yield stream entries that precede all tokens."""
         return []
 
     @abstractmethod
     def _said(self, choice: Choice, deltas: list[Delta], streamed: bool) -> dict[str, Any]:
-        """The text of some of a choice's deltas, with log-probabilities."""
+        """Return the text of some deltas of a choice, with log-probabilities."""
 
     def _entry(self, choice: Choice, deltas: list[Delta], streamed: bool) -> dict[str, Any]:
-        """Some of a choice's deltas: their text, why the choice ended, the weights' version, tokens and drafts."""
+        """Return some deltas of a choice: text, finish reason, weight version, tokens and drafts."""
         last = deltas[-1].update
         entry = {"index": choice.index, **self._said(choice, deltas, streamed), "finish_reason": last.finish}
         entry["policy_version"] = last.policy_version
@@ -141,7 +141,7 @@ class Answer[AnyBody: Body](ABC):
         return format_sse_event(data_str=json.dumps(written, ensure_ascii=False))
 
     def _usage(self) -> dict[str, Any]:
-        """The sums of the request. A prompt counts once, with the rows that none of its choices has run."""
+        """Return the totals of the request. A prompt counts once, with the rows that none of its choices has run."""
         groups = [*batched(self._choices, self._body.n)]  # the choices of each prompt
         prompts = sum(len(group[0].prompt) for group in groups)
         cached = sum(min(choice.cached_tokens for choice in group) for group in groups)
@@ -175,7 +175,7 @@ class CompletionAnswer(Answer[CompletionBody]):
         return {"text": text, "logprobs": listed}
 
     def _list_prompt(self, listed: dict[str, Any], choice: Choice) -> None:
-        """Add the prompt's tokens; nothing comes before the first one, which has no probability."""
+        """Add the prompt's tokens; the first one has no probability, because no token precedes it."""
         detokenizer, offset = self._codec.detokenizer([]), 0
         for token, one in zip(choice.prompt, [None, *choice.prompt_logprobs], strict=True):
             self._list(listed, token, one, offset)
@@ -195,7 +195,7 @@ class ChatAnswer(Answer[ChatBody]):
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def _openings(self) -> list[dict[str, Any]]:
-        """The role of each choice."""
+        """Yield the role of each choice."""
         delta = {"role": "assistant", "content": ""}
         return [{"index": one.index, "delta": delta, "logprobs": None, "finish_reason": None} for one in self._choices]
 

@@ -208,7 +208,7 @@ class Server(uvicorn.Server):
 
 
 def _say(line: str, file: TextIO) -> None:
-    """Print a line while requests run, whether or not it can be written: a full disk or a closed pipe ends none."""
+    """Print a line while requests run, and ignore write errors: a full disk or a closed pipe must not end a request."""
     with suppress(OSError):
         print(f"> {line}", file=file, flush=True)
 
@@ -356,7 +356,7 @@ async def _answered[AnyBody: Body](
     prompts: list[list[int]],
     form: type[Answer[AnyBody]],
 ) -> Response:
-    """The response to a body with these prompts. Raises APIError for what is not served."""
+    """Return the response to a body with these prompts. Raise APIError for what is not served."""
     requests, choices = _requests(body, served, prompts)
     answer, outputs = form(body, choices, served.name, served.codec), Outputs(len(requests))
     ending.callback(engine.forget, outputs)
@@ -383,7 +383,7 @@ async def _answered[AnyBody: Body](
 
 
 def _requests(body: Body, served: Served, prompts: list[list[int]]) -> tuple[list[Request], list[Choice]]:
-    """A request of the engine and a choice of the answer for each output. Raises APIError."""
+    """Return an engine request and a choice of the answer for each output. Raises APIError."""
     limit, codec = body.limit, served.codec
     for prompt in prompts:
         served.check_prompt(prompt, limit)

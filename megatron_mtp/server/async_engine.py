@@ -191,7 +191,7 @@ class AsyncEngine:
         return self._engine.busy and not self._engine.is_torn
 
     def _call[T](self, done: Future[T], call: Callable[["Engine", Emit], T]) -> None:
-        """Call, and hand on the result or the error; any error but a ValueError has broken the engine."""
+        """Call a function, and pass on its result or error; any error except a ValueError has broken the engine."""
 
         def emit(updates: list[Update]) -> None:
             self._deliver(updates)
@@ -216,7 +216,7 @@ class AsyncEngine:
         self._loop.call_soon_threadsafe(what)
 
     def _add(self, requests: list[Request], outputs: Outputs) -> None:
-        """Queue all requests; the first news of the outputs are none, or why they were not queued."""
+        """Queue all requests; the first update of each output is empty, or the reason why they were not queued."""
         news: list[tuple[int, Update]] | APIError = []
         try:
             for request in requests:
@@ -248,7 +248,7 @@ class AsyncEngine:
         self._new += numbers
 
     def _deliver(self, updates: list[Update]) -> None:
-        """Hand the updates of a step to their owners, and time them."""
+        """Pass the updates of a step to their owners, and record their times."""
         news, now = defaultdict[Outputs, list[tuple[int, Update]]](list), time.perf_counter()
         for update in updates:
             owner = self._owners[update.request]

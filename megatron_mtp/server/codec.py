@@ -178,7 +178,7 @@ class Codec:
 
 
 def _has(template: str, name: str) -> bool:
-    """True if a template may read a variable or field of this name."""
+    """Return whether a template may read a variable or field of this name."""
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 

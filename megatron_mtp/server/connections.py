@@ -46,7 +46,7 @@ class TimedProtocol(H11Protocol):
         self._stop_waiting()
 
     def _wait_for_request(self) -> None:
-        """Begin to wait, go on waiting, or end it: whether the request has all of its bytes."""
+        """Start, continue or stop the timeout of a request, by whether all of its bytes have arrived."""
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
             self._stop_waiting()
         elif self._arriving is None:

@@ -118,7 +118,7 @@ class OutputText:
         return self._released(self._detokenizer.rest()) + ("" if self._end is not None else self._strings.rest())
 
     def _released(self, piece: str) -> str:
-        """Nothing goes out behind a stop string."""
+        """Return text that may be sent: nothing after a stop string."""
         if self._end is not None:
             return ""
         if len(self._pieces) < self.least:

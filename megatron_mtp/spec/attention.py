@@ -180,7 +180,7 @@ def _latents(trunk: AttentionSizes, flags: Mapping[str, Any]) -> LatentSizes | N
 
 
 def _scaling_behind(trunk: AttentionSizes, is_latent: bool) -> dict[str, Any] | None:
-    """The trunk's scaling in a drafter: one with other attention has its own factors of angles and scores."""
+    """Return the trunk's scaling for a drafter; other attention has its own factors of angles and scores."""
     if trunk.scaling is None or is_latent == (trunk.latents is not None):
         return trunk.scaling
     try:

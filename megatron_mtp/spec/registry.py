@@ -72,13 +72,13 @@ class Registry[T](Mapping[str, T]):
 
 
 def _points(group: str) -> tuple[EntryPoint, ...]:
-    """Entry points of installed packages."""
+    """Return entry points of installed packages."""
     return _points_on(tuple(sys.path), group)
 
 
 @cache
 def _points_on(path: tuple[str, ...], group: str) -> tuple[EntryPoint, ...]:
-    """Entry points of the packages on a path; kept, since every package has a file to read."""
+    """Return entry points of packages on a path; cached, because every package has a file to read."""
     points, own = [*entry_points(group=group)], _of_checkout()
     if own is not None:
         points = [*own.get(group, ()), *(point for point in points if _package(point) != NAME)]
@@ -86,7 +86,7 @@ def _points_on(path: tuple[str, ...], group: str) -> tuple[EntryPoint, ...]:
 
 
 def _of_checkout() -> dict[str, list[EntryPoint]] | None:
-    """What a checkout registers, which need not be installed, nor installed anew after a change; None of a wheel."""
+    """Return entry points of a source checkout, which need not be (re)installed; None for a wheel."""
     project = Path(sys.modules["megatron_mtp"].__path__[0]).parent / "pyproject.toml"
     if not project.is_file():
         return None
@@ -98,7 +98,7 @@ def _of_checkout() -> dict[str, list[EntryPoint]] | None:
 
 
 def _is_there(module: str) -> bool:
-    """False for an extension of ours without its file; other packages are found out when they are imported."""
+    """Return False for an extension of this project whose file is missing; other packages fail at their import."""
     if not module.startswith(EXTENSIONS):
         return True
     files = (Path(folder, *module.split(".")[1:]) for folder in sys.modules["megatron_mtp"].__path__)

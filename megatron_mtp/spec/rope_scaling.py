@@ -275,7 +275,7 @@ def _attention_factor(keys: Mapping[str, Any]) -> float | None:
 
 
 def _megatrons_mscales(keys: Mapping[str, Any], factor: float) -> tuple[float, float]:
-    """Values of Megatron's `mscale` and `mscale_all_dim`; see `Yarn.to_megatron`."""
+    """Return the values of Megatron's `mscale` and `mscale_all_dim`; see `Yarn.to_megatron`."""
     (mscale, whole), fixed = _mscales(keys), _attention_factor(keys)
     if fixed is None and (mscale and whole):
         return mscale, whole
@@ -287,7 +287,7 @@ def _megatrons_mscales(keys: Mapping[str, Any], factor: float) -> tuple[float, f
 
 
 def _named(argument: str, is_latent: bool) -> str:
-    """Megatron's name of an argument, which has the prefix of YaRN outside of latent attention alone."""
+    """Return Megatron's name of an argument, which has YaRN's prefix only outside latent attention."""
     return argument.removeprefix("yarn_") if is_latent else argument
 
 

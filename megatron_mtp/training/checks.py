@@ -120,7 +120,7 @@ def _of_the_run(args: Namespace) -> Sentences:
 
 
 def _of_state_cache(args: Namespace) -> Sentences:
-    """Ours: states that would not be those of the trunk, or that nothing would read."""
+    """Ours: cached states that would not be the trunk's, or that nothing would read."""
     flag = f"--mtp-state-cache {args.mtp_state_cache} was given"
     if not (args.mtp_train_only or args.skip_train):
         yield f"{flag}, and the trunk is trained, so its states change; give --mtp-train-only, or drop the flag."
@@ -139,7 +139,7 @@ def _of_state_cache(args: Namespace) -> Sentences:
 
 
 def _of_draft_prompts(args: Namespace) -> Sentences:
-    """Ours: what drafting at evaluations cannot do."""
+    """Ours: what drafting at evaluations does not support."""
     file, *more = args.mtp_draft_prompts
     if len(more) > 1 or not all(number.isdecimal() and int(number) for number in more):
         yield f"--mtp-draft-prompts is {' '.join(args.mtp_draft_prompts)}; give a file, and 1 or more prompts."
@@ -156,7 +156,7 @@ def _of_draft_prompts(args: Namespace) -> Sentences:
 
 
 def _of_data(args: Namespace) -> Sentences:
-    """Ours, how batches are cut and packed; silent where several sources are given and one is read."""
+    """Ours: how batches are cut and packed. Silent: several sources are given and one is read."""
     per_split = args.train_data_path or args.valid_data_path or args.test_data_path
     files = args.data_path, args.data_args_path, per_split, args.per_split_data_args_path
     if sum(map(bool, (args.chat, args.mock_data, *files))) > 1:
@@ -187,7 +187,7 @@ def _of_data(args: Namespace) -> Sentences:
 
 
 def _of_hybrids(args: Namespace) -> Sentences:
-    """Silent: Megatron's hybrid model does not read what these ask for; or lacks it, which the first step finds."""
+    """Silent: Megatron's hybrid model does not read these settings, or fails on them in the first step."""
     layers = set(args.hybrid_layer_pattern or "")
     if Symbols.MOE in layers and args.num_experts is None:
         yield f"{PATTERN} has E, but --num-experts is missing; give it, or - for an MLP."
@@ -208,7 +208,7 @@ def _of_hybrids(args: Namespace) -> Sentences:
 
 
 def _without_depths(args: Namespace, settings: MTPConfig) -> Sentences:
-    """Ours: flags of MTP layers would do nothing; what a checkpoint's arguments say of the model may stay."""
+    """Ours: flags of MTP layers would do nothing; a checkpoint's arguments about the model may stay."""
     stored = MODEL_ARGUMENTS if args.use_checkpoint_args else ()
     given = [field.name for field in fields(MTPConfig) if getattr(settings, field.name) != field.default]
     given += [name for name in ("mtp_use_repeated_layer", "mtp_detach_heads") if getattr(args, name)]
@@ -281,13 +281,13 @@ def check_trunk(args: Namespace) -> None:
 
 
 def _ends_with_a_depth(pattern: str) -> bool:
-    """Return whether the last stage of the trunk does; a GPT's always do."""
+    """Return whether the trunk's last stage ends with a depth; a GPT's always does."""
     parsed = parse_hybrid_pattern(pattern)
     return (parsed.main_pattern or "").rpartition(Symbols.PIPE)[2].endswith(parsed.mtp_pattern or "")
 
 
 def _of_shared_keys(args: Namespace) -> Sentences:
-    """Ours: several passes of a layer, with our own attention where they have a chain."""
+    """Ours: several passes of a layer, with this package's attention if they have a chain."""
     has_chain = args.mtp_repeated_layer_shares_kv
     if not (has_chain or args.mtp_repeated_layer_first_pass_kv):
         return
@@ -310,14 +310,14 @@ Refused = Iterator[tuple[object, str, str]]
 
 
 def _without_keys(args: Namespace) -> Refused:
-    """Refused of all layers whose passes share keys."""
+    """Refused for all layers whose passes share keys."""
     yield args.hybrid_layer_pattern is not None, PATTERN, "not all layers keep keys"
     yield args.window_size is not None, "--window-size", "a later pass would leave the window of the keys"
     yield args.spec not in (None, ["local"]), "--spec", "its attention may be any"
 
 
 def _without_chain(args: Namespace) -> Refused:
-    """Refused of those that share with a chain."""
+    """Refused for layers that share keys with a chain."""
     recomputes = args.recompute_granularity == "full" or "core_attn" in (args.recompute_modules or ())
     yield args.multi_latent_attention, "--multi-latent-attention", "keys and values are made of latents"
     yield args.softmax_type != "vanilla", f"--softmax-type {args.softmax_type}", "a chain does not share sinks"
@@ -326,7 +326,7 @@ def _without_chain(args: Namespace) -> Refused:
 
 
 def _without_pass_1(args: Namespace) -> Refused:
-    """Refused of those that attend to pass 1's keys alone."""
+    """Refused for layers that attend only to pass 1's keys."""
     fuses = args.multi_latent_attention and args.apply_rope_fusion
     yield fuses, "latent attention but without --no-rope-fusion", "queries and keys have one set of angles"
     yield args.mla_down_proj_fusion, "--mla-down-proj-fusion", "its attention is a class of its own"
@@ -334,7 +334,7 @@ def _without_pass_1(args: Namespace) -> Refused:
 
 
 def _check_folder(flag: str, named: str | None) -> None:
-    """It is made when there is something to write, which must not be when it turns out that it cannot."""
+    """Check the folder without creating it: it is created when there is something to write."""
     if named is None or "://" in named:
         return
     there = next(path for path in (Path(named), *Path(named).absolute().parents) if os.path.lexists(path))

@@ -60,7 +60,7 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
 
 
 def _evaluate_again(args: Namespace) -> None:
-    """Let a run that had taken its last step before evaluate it on the same samples, and not on those behind them."""
+    """Let a resumed run that has already taken its last step evaluate it on the same samples, not on the next ones."""
     has_ended = args.train_iters is not None and 0 < args.train_iters <= args.iteration
     if not has_ended or args.skip_train or args.full_validation or args.iteration % args.eval_interval:
         return
@@ -232,7 +232,9 @@ def read_answers(prefix: str) -> np.ndarray:
 
 
 class _CutOnce(GPTDataset):
-    """Before a class of text: its samples are the same in every epoch and for every seed, which draw their order alone.
+    """Mixin before a text dataset class: samples are the same in every epoch and for every seed.
+
+    Only the order differs.
 
     Megatron shuffles the documents of all epochs together before it cuts them, so that another seed or another number
     of epochs makes other samples, whose states --mtp-state-cache would not have.
@@ -322,7 +324,7 @@ def make_chats(args: Namespace) -> None:
 
 
 def _await(prefix: str, done: Path, minutes: int) -> None:
-    """Wait until another rank has made a dataset. Raises ValueError where its files have not grown for some minutes."""
+    """Wait until another rank has built a dataset. Raise ValueError if its files have not grown for some minutes."""
     sizes, since = dict[str, int](), monotonic()
     while not done.is_file():
         known = sizes

@@ -218,7 +218,7 @@ def without_unset(words: list[str], typed: list[str], parser: ArgumentParser) ->
 
 
 def _entries(node: yaml.Node) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
-    """Keys and values, also those of sections."""
+    """Yield keys and values, including those of sections."""
     if not isinstance(node, yaml.MappingNode):
         raise ValueError("it holds no keys with values; write lines such as 'num-layers: 4'")
     for key, value in node.value:

@@ -62,7 +62,7 @@ SPIKE = 10
 
 @dataclass(frozen=True)
 class _Learner:
-    """Facts of a draft head that are the same in every step.
+    """Constants of a draft head that are the same in every step.
 
     Attributes:
         weights: of depth 1 .. D, where lambda is 1.
@@ -79,7 +79,7 @@ class _Learner:
 
     @property
     def figures(self) -> str:
-        """What its figures are called by."""
+        """Return the prefix of its metrics."""
         return HEADS[self.head.name]
 
 
@@ -94,19 +94,19 @@ class ForwardStep:
 
     @cached_property
     def _phases(self) -> list[list[_Learner]]:
-        """The learners of every phase of --mtp-loss: one for every draft head."""
+        """Return the learners of every phase of --mtp-loss: one for every draft head."""
         args = get_args()
         sizes = trained_depths(args), drafted_steps(args)
         return [[_Learner.of(head) for head in heads_of(phase, *sizes)] for phase in self.settings.phases()]
 
     @property
     def _learners(self) -> list[_Learner]:
-        """Those of this step's phase."""
+        """Return the learners of this step's phase."""
         return self._phases[self._phase]
 
     @property
     def _phase(self) -> int:
-        """The phase of this step, in an evaluation of the step before it; --skip-train has the last one."""
+        """Return the phase of this step; in an evaluation, of the step before it; with --skip-train, the last one."""
         args = get_args()
         if len(self._phases) == 1 or args.skip_train:
             return -1
@@ -181,7 +181,7 @@ class ForwardStep:
         return loss, tokens.detach().int(), report
 
     def _name_phase(self) -> None:
-        """Where a phase of several begins, or a run goes on in it, let the log name its loss: its figures change."""
+        """Log the loss of a phase when it begins or a run resumes in it, because its metrics change."""
         if len(self._phases) == 1 or not torch.is_grad_enabled() or self._phase == self._named:
             return
         args, self._named = get_args(), self._phase
@@ -190,7 +190,7 @@ class ForwardStep:
             say(f"> from step {args.curr_iteration + 1} on --mtp-loss is {name}")
 
     def _batches(self, whole: DepthBatch) -> list[DepthBatch]:
-        """The microbatch of every head, with what it draws in this step; of a trunk alone as it is."""
+        """Return the microbatch of every head, with its random draws of this step; unchanged for a trunk alone."""
         args = get_args()
         seed = args.seed, args.curr_iteration if torch.is_grad_enabled() else 0
         positions = whole.positions_S.numel() * args.context_parallel_size
@@ -200,7 +200,7 @@ class ForwardStep:
         return made or [whole]
 
     def _objective(self) -> NextTokensObjective:
-        """The objective of this step."""
+        """Return the objective of this step."""
         args, settings = get_args(), self.settings
         step = args.curr_iteration if torch.is_grad_enabled() else 0  # --skip-train knows no step
         interval = settings.mtp_acceptance_interval
@@ -228,7 +228,7 @@ def _fraction(learner: _Learner) -> float:
 
 
 def _base_share(learner: _Learner) -> float:
-    """What logits without the bias have of the loss of this step."""
+    """Return the share of logits without the bias in the loss of this step."""
     kind, args = learner.head.settings.kind, get_args()
     if kind is None or kind.base_share is None or not torch.is_grad_enabled():
         return 0.0
@@ -236,7 +236,7 @@ def _base_share(learner: _Learner) -> float:
 
 
 def _validate(loss: Tensor) -> None:
-    """The checks of a microbatch's loss that Megatron's own forward step makes."""
+    """Run the checks of a microbatch's loss that Megatron's own forward step makes."""
     args = get_args()
     machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
@@ -330,7 +330,7 @@ def get_batch(
 
 
 def _documents(batch: dict[str, Any]) -> Tensor | None:
-    """The document of every position, [B, S], or [1, B * S] of packed rows; None where documents do not matter."""
+    """Return the document of every position, [B, S], or [1, B * S] of packed rows; None if documents do not matter."""
     args = get_args()
     if batch["cu_seqlens"] is not None:
         rows = documents_from_offsets(batch["cu_seqlens"], batch["cu_seqlens_padded"], batch["labels"].size(1))
@@ -363,7 +363,7 @@ def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:
 
 
 def _offsets(batch: dict[str, Any]) -> Tensor:
-    """Starts of the documents of a packed row, and its end, with padding, as attention needs them."""
+    """Return the starts of a packed row's documents, and its end, with padding, as attention needs them."""
     return batch["cu_seqlens"] if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"]
 
 

@@ -70,7 +70,7 @@ def _refuse(flag: str, folder: Path) -> NoReturn:
 
 
 def _starts_anew(args: Namespace, folder: Path) -> bool:
-    """Return whether the run loads what it saves itself, and has not saved yet."""
+    """Return whether the run loads from its own save folder and has not saved yet."""
     if args.non_persistent_ckpt_type is not None:
         return True  # Megatron looks elsewhere first
     is_free = folder.is_dir() or not (folder.exists() or folder.is_symlink())
@@ -97,7 +97,7 @@ def _check_checkpoint(args: Namespace, flag: str, folder: Path) -> None:
 
 
 def _check_layout(args: Namespace, stored: Namespace | None, iteration: Path) -> None:
-    """Check whether a checkpoint with a file a rank was saved by as many ranks of each kind."""
+    """Check whether a checkpoint with one file per rank was saved by as many ranks of each kind."""
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         own, theirs = getattr(args, name), getattr(stored, name, None)
         if theirs not in (None, own):
@@ -151,7 +151,7 @@ def plan_load(args: Namespace, settings: MTPConfig) -> LoadPlan:
 
 
 def _of_layers(plan: LoadPlan, args: Namespace, settings: MTPConfig, name: str, folder: Path) -> LoadPlan:
-    """With the layers that the iteration lacks, which the argument `name` gives."""
+    """Return the plan with layers that the iteration lacks, as the argument `name` says."""
     source = f"{FLAGS[name]} {getattr(args, name)}"
     common: dict[str, Any] = {}
     has_drafter = False
@@ -185,7 +185,7 @@ def _of_layers(plan: LoadPlan, args: Namespace, settings: MTPConfig, name: str, 
 def _of_changed_layers(
     plan: LoadPlan, args: Namespace, settings: MTPConfig, folder: Path, common: dict[str, Any]
 ) -> LoadPlan:
-    """With the MTP layers that the checkpoint lacks.
+    """Return the plan with the MTP layers that the checkpoint lacks.
 
     A run goes on with more or fewer layers: the state of the optimizer is that of the others. From a checkpoint without
     any it starts anew.
@@ -225,7 +225,7 @@ def _of_changed_layers(
 
 
 def _check_drafter(folder: Path, stored: Namespace, args: Namespace) -> None:
-    """Check whether the drafter of an iteration, which was trained with the stored arguments, is that of the run.
+    """Check whether the drafter of an iteration, with its stored training arguments, matches the run's.
 
     Raises:
         ValueError: it is of another kind or size, or reads other layers.
@@ -240,12 +240,12 @@ def _check_drafter(folder: Path, stored: Namespace, args: Namespace) -> None:
 
 
 def _has_layers(args: Namespace) -> bool:
-    """True if the run has MTP layers: a drafter alone stands in their place."""
+    """Return whether the run has MTP layers, and not only a drafter."""
     return args.mtp_num_layers is not None and (args.drafter is None or stands_beside(args))
 
 
 def _left_out(args: Namespace, stored: Namespace) -> str:
-    """Parts of a checkpoint with a drafter that the run neither trains nor saves, in words; empty for none."""
+    """Describe parts of a checkpoint with a drafter that the run neither trains nor saves; empty for none."""
     parts = {"MTP layers": stands_beside(stored) and not _has_layers(args), "a drafter": args.drafter is None}
     return " and ".join(part for part, is_left in parts.items() if is_left)
 
@@ -257,7 +257,7 @@ def _words(value: Any) -> str:
 
 
 def _check_layers(args: Namespace, stored: Namespace, said: str) -> None:
-    """Check whether the checkpoint's trunk has the layers of this run, where one of them is a hybrid."""
+    """Check whether the checkpoint's trunk has the layers of this run, if one of them is a hybrid."""
     own, theirs = (getattr(each, "hybrid_layer_pattern", None) for each in (args, stored))
     if theirs is not None and own is None:
         raise ValueError(f"{said} a hybrid model; give its --hybrid-layer-pattern '{theirs}'.")
@@ -324,7 +324,7 @@ def check_positions(plan: LoadPlan, args: Namespace, stored: Namespace, source: 
 def _of_draft_vocabulary(
     plan: LoadPlan, args: Namespace, settings: MTPConfig, loaded: tuple[str, Path] | None
 ) -> LoadPlan:
-    """With the tokens that are drafted; every rank computes the same list, before there is a process group.
+    """Return the plan with the draft vocabulary; every rank computes the same list, before there is a process group.
 
     Raises:
         ValueError: the flags do not fit the checkpoint, the data, the vocabulary or the layout.
@@ -354,7 +354,7 @@ def _of_draft_vocabulary(
 
 
 def _stored_draft_vocabulary(folder: Path, args: Namespace) -> Tensor | None:
-    """The tokens that the checkpoint drafts: a drafter and the MTP layers beside it have one list.
+    """Return the tokens that the checkpoint drafts; a drafter and MTP layers in one checkpoint share a list.
 
     Raises:
         ValueError: they have two.
@@ -403,7 +403,7 @@ def _counted(args: Namespace, size: int) -> tuple[list[int], str]:
 
 
 def _check_slices(tokens: list[int], args: Namespace) -> None:
-    """Refuse a slice of the head without drafted tokens: every tensor-parallel rank drafts from its own."""
+    """Refuse a slice of the head without drafted tokens: every tensor-parallel rank drafts from its own slice."""
     ranks = args.tensor_model_parallel_size
     width = args.padded_vocab_size // ranks
     empty = [rank for rank in range(ranks) if not any(token // width == rank for token in tokens)]

@@ -141,7 +141,7 @@ def pretrain(
 
 
 def _check_prompts(args: Namespace, provider: Any) -> None:
-    """Raises ValueError where prompts shall be masked in data sets of the script's own, or drafted for."""
+    """Raise ValueError if prompts must be masked in the script's own datasets, or used to draft."""
     if args.mtp_mask_prompts and provider is not datasets_provider:
         raise ValueError(
             "--mtp-mask-prompts was given, and the script's own data sets do not read it; call pretrain() with the "

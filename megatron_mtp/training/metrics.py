@@ -335,7 +335,7 @@ class Metrics:
         self.best.keep()
 
     def _keep_record(self) -> None:
-        """Write the acceptance of the last evaluation beside the checkpoint's iterations, once there are any."""
+        """Write the acceptance of the last evaluation next to the checkpoint's iterations, once there are any."""
         args = get_args()
         if self._record is not None:
             self._keep_documents(self._record["iteration"])
@@ -347,14 +347,14 @@ class Metrics:
         self._record = None
 
     def _keep_documents(self, iteration: int) -> None:
-        """Write the counts of an evaluation by document, for comparisons of the same documents."""
+        """Write the counts of an evaluation by document, for comparisons on the same documents."""
         if self.folder is None or not self.sources or not is_last_rank():
             return
         with self._going_on_without(self.folder / DOCUMENTS):
             write_documents(self.folder, iteration, self.sources)
 
     def _name_idle(self, names: list[str]) -> None:
-        """Say once of every loss that it is shown as 0 because nothing counts, not because all is learned."""
+        """Report once for each loss that it is shown as 0 because no position counts, not because it is learned."""
         new, self._idle = set(names) - self._idle, self._idle | set(names)
         if new and is_last_rank():
             say(
@@ -377,7 +377,7 @@ class Metrics:
 
     @contextmanager
     def _going_on_without(self, file: Path) -> Iterator[None]:
-        """Report once that a file cannot be written; training goes on."""
+        """Report once that a file cannot be written; training continues."""
         try:
             yield
         except OSError as error:

@@ -8,7 +8,7 @@ DATA = "chat mock_data data_path data_args_path train_data_path valid_data_path 
 
 
 def _lacks(*names: str) -> Callable[[Namespace], bool]:
-    """Whether none of the arguments was given, of a model that no other file describes."""
+    """Return whether none of the arguments was given, for a model that no other file describes."""
 
     def holds(args: Namespace) -> bool:
         files = args.use_checkpoint_args, args.heterogeneous_layers_config_path, args.yaml_cfg
@@ -18,7 +18,7 @@ def _lacks(*names: str) -> Callable[[Namespace], bool]:
 
 
 def _trains_without(*names: str) -> Callable[[Namespace], bool]:
-    """Whether none of the arguments was given, of a run that trains."""
+    """Return whether none of the arguments was given, for a run that trains."""
     return lambda args: not (args.skip_train or any(_is_given(args, name) for name in names))
 
 

@@ -32,7 +32,7 @@ _IS_MTP = ParamWithNamePredicate("mtp", lambda _, name: any(map(is_head, name.sp
 
 
 def _is_of(head: str) -> ParamWithNamePredicate:
-    """Tells the parameters of an attached head by the head's name."""
+    """Return a predicate for the parameters of an attached head, by the head's name."""
     return ParamWithNamePredicate(head, lambda _, name: module_of(head) in name.split("."))
 
 
@@ -103,7 +103,7 @@ def mtp_grad_norm(optimizer: Any) -> float | None:
 
 
 def _clip_apart(optimizer: Any, clip_grad: float) -> None:
-    """Let the optimizer clip the MTP layers itself where it asks for the norms of its groups.
+    """Let the optimizer clip the MTP layers separately when it computes the norms of its groups.
 
     Megatron's step leaves a group alone whose norm it is not given.
     """

@@ -77,7 +77,10 @@ def main(argv: list[str], on_cpu: bool, shows_tables: bool = True, measure: Meas
 
 
 def _short_log(args: Namespace, argv: list[str], shows_tables: bool) -> ShortLog:
-    """The reporter of a short log; one line names Megatron's listing, and --log-interval fits the run unless given."""
+    """Return the reporter of a short log.
+
+    One line names Megatron's full log, and --log-interval fits the run unless given.
+    """
     steps, samples = args.train_iters, args.train_samples
     if not any(word.startswith("--log-i") for word in argv):
         args.log_interval = fitting_interval(steps if samples is None else samples // args.global_batch_size)
@@ -156,14 +159,14 @@ def train(
 
 
 def _say_best(state: BestState) -> None:
-    """The run has ended: the checkpoint loads as the best state."""
+    """Report the best state at the end of the run: the checkpoint loads as it."""
     best = state.end()
     if best is not None and get_args().rank == 0:
         say(f"> the checkpoint is that of step {best.iteration}, the best: {EXPECTED_LENGTH} {best.length:.3f}")
 
 
 def _end(metrics: Metrics) -> None:
-    """Close the metrics, and ignore the signal of --exit-signal-handler, which a job repeats until we are gone.
+    """Close the metrics, and ignore the signal of --exit-signal-handler, which a job repeats until the process ends.
 
     While Python ends, the signal's default action takes the place of Megatron's handler, and would kill the rank.
     """
@@ -260,7 +263,7 @@ def _steps(metrics: Metrics, settings: MTPConfig | None, train_step: AnyFunction
 
 
 def _mtp_figures(args: Namespace, settings: MTPConfig | None, scheduler: Any) -> dict[str, float]:
-    """The learning rate of the MTP layers, where it is their own, and lambda, where it has a schedule."""
+    """Return the learning rate of the MTP layers, if separate, and lambda, if it has a schedule."""
     made = {}
     if settings is not None and settings.mtp_lr is not None:
         lowest = lowest_rate(settings.mtp_lr, args.lr, args.min_lr)
@@ -271,7 +274,7 @@ def _mtp_figures(args: Namespace, settings: MTPConfig | None, scheduler: Any) ->
 
 
 def _logged_steps(metrics: Metrics, training_log: AnyFunction) -> AnyFunction:
-    """Called at the end of every step, on all ranks."""
+    """Wrap Megatron's log of a step, which runs on all ranks, and log metrics of the MTP layers too."""
 
     def logged(losses: Any, sums: Any, learning_rate: float | None, step: int, *rest: Any, **named: Any) -> Any:
         done = training_log(losses, sums, learning_rate, step, *rest, **named)
@@ -288,7 +291,7 @@ def _logged_steps(metrics: Metrics, training_log: AnyFunction) -> AnyFunction:
 
 
 def _ends(metrics: Metrics, checkpoint_and_decide_exit: AnyFunction) -> AnyFunction:
-    """Called after every step, on all ranks: a run that ends before its last step says by what."""
+    """Wrap the end of a step, on all ranks: report why a run ends before its last step."""
 
     def decided(model: Any, optimizer: Any, scheduler: Any, step: int, *rest: Any) -> bool:
         ends = bool(checkpoint_and_decide_exit(model, optimizer, scheduler, step, *rest))
@@ -300,7 +303,7 @@ def _ends(metrics: Metrics, checkpoint_and_decide_exit: AnyFunction) -> AnyFunct
 
 
 def _cause(args: Namespace, step: int) -> str:
-    """What ends a run after this step, as Megatron's loop decides."""
+    """Return what ends a run after this step, as Megatron's loop decides."""
     if args.exit_interval and step % args.exit_interval == 0:
         return f"--exit-interval {args.exit_interval}"
     if step in (args.phase_transition_iterations or ()):
@@ -311,7 +314,7 @@ def _cause(args: Namespace, step: int) -> str:
 
 
 def _evaluations(metrics: Metrics, evaluate_and_print_results: AnyFunction) -> AnyFunction:
-    """Only the prefix of Megatron's own line names the data: 'iteration 9', '... on test set'."""
+    """Wrap evaluations. Only the prefix of Megatron's own line names the data: 'iteration 9', '... on test set'."""
 
     def announced(prefix: str, *rest: Any, **named: Any) -> None:
         data = "test" if prefix.endswith("test set") else "validation"
@@ -329,7 +332,7 @@ def _evaluations(metrics: Metrics, evaluate_and_print_results: AnyFunction) -> A
 
 
 def _best_states(metrics: Metrics, checkpoint_and_decide_exit: AnyFunction) -> AnyFunction:
-    """Called after every step and its evaluation, on all ranks; returns whether the run ends."""
+    """Wrap the end of a step and its evaluation, on all ranks; return whether the run ends."""
 
     def decided(
         model: Any, optimizer: Any, scheduler: Any, step: int, operations: Any, context: Any, data: Any
@@ -367,7 +370,10 @@ def with_passes(args: Namespace) -> Namespace:
 
 
 def _saves(metrics: Metrics, shows: bool, save_checkpoint_and_time: AnyFunction) -> AnyFunction:
-    """On a full disk a run of one process goes on to its next save; others, and a last save, end with a sentence."""
+    """Wrap saves: on a full disk, a run of one process continues to its next save.
+
+    Others, and a last save, end with a sentence.
+    """
 
     def saved(step: int, *rest: Any, **named: Any) -> None:
         args = get_args()

@@ -66,7 +66,7 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def _row(line: str | bytes) -> Row | None:
-    """The row of a line; None of a line that a kill has cut short, or that is damaged."""
+    """Parse the row of a line; None for a line that is damaged or was cut short by a kill."""
     try:
         row = json.loads(line)
         figures = [value for key, value in row.items() if key not in ("iteration", "split")]

@@ -77,7 +77,7 @@ def _in_their_place(args: Namespace) -> dict[str, Any]:
 
 
 def _check_heads(args: Namespace) -> None:
-    """Raises ValueError where tensor-parallel ranks cannot share out the drafter's heads, or what it compresses to."""
+    """Raise ValueError if tensor-parallel ranks cannot share the drafter's heads, or its compressed sizes."""
     if args.num_attention_heads is None:
         return
     sizes = own_sizes(args.hidden_size, trunk_spec(args).attention, vars(args))

@@ -141,7 +141,10 @@ def quiet(verbose: bool = False, notes: TextIO | None = None) -> Iterator[TextIO
 
 @contextmanager
 def _own_terminal() -> Iterator[TextIO]:
-    """Standard output as a file of ours; what C++ libraries and child processes write to descriptor 1 is dropped."""
+    """Return a private copy of standard output.
+
+    What C++ libraries and child processes write to descriptor 1 is dropped.
+    """
     sys.stdout.flush()
     is_real = False
     with suppress(OSError, ValueError):  # a test's, or one without a descriptor
@@ -163,7 +166,7 @@ def _own_terminal() -> Iterator[TextIO]:
 
 @contextmanager
 def _replaced(listing: Listing) -> Iterator[None]:
-    """Standard output, warnings and log records below ERROR go to the listing; log records of errors to stderr."""
+    """Send standard output, warnings and log records below ERROR to the full log, and errors to stderr."""
     output, show, root = sys.stdout, warnings.showwarning, logging.getLogger()
     handlers, level = list(root.handlers), root.level
     errors, others = logging.StreamHandler(sys.stderr), logging.StreamHandler(listing)

@@ -53,7 +53,7 @@ def explained(program: str, has_started: Callable[[], bool] = lambda: False) -> 
 
 
 def _sentence(program: str, error: BaseException, has_started: bool) -> str | None:
-    """The sentence for the user; None of an error that keeps its traceback."""
+    """Return the sentence for the user; None for an error that keeps its traceback."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     running = [frame.f_code.co_name for frame in frames]
     variables = (one for frame in reversed(frames) for one in frame.f_locals.values())
@@ -80,7 +80,7 @@ def _sentence(program: str, error: BaseException, has_started: bool) -> str | No
 
 
 def _known(message: str, args: Namespace) -> str | None:
-    """The sentence for one of Megatron's commonest refusals, with the flags that were typed; None of any other."""
+    """Return the sentence for a common refusal of Megatron, with the flags that were typed; None for another one."""
     values = defaultdict[str, Any](lambda: "?", vars(args))
     if getattr(args, "data_parallel_size", None) and args.micro_batch_size:
         values["sequences_at_once"] = args.micro_batch_size * args.data_parallel_size
@@ -101,7 +101,7 @@ def reason(error: BaseException) -> str:
 
 
 def _statements(error: BaseException) -> list[str]:
-    """The source lines that were running, outermost first."""
+    """Return the source lines that were running, outermost first."""
     lines = []
     for frame in traceback.extract_tb(error.__traceback__):
         first, last = frame.lineno or 1, frame.end_lineno or frame.lineno or 1
@@ -110,7 +110,7 @@ def _statements(error: BaseException) -> list[str]:
 
 
 def _named_flags(parser: ArgumentParser, error: BaseException, args: Namespace) -> str:
-    """The flags that the message names or quotes, or else the innermost statement that reads some, with their values.
+    """Return flags that the message names or quotes, or else the innermost statement that reads some, with values.
 
     A statement reads flags that have nothing to do with the mistake too: those at their defaults are left out, unless
     the message says that one is missing.
@@ -141,7 +141,7 @@ def _named_flags(parser: ArgumentParser, error: BaseException, args: Namespace) 
 
 
 def _quoted(message: str, given: dict[str, Any]) -> list[str]:
-    """Arguments whose values stand in the message, where these are unusual: below 0, NaN, or with a point."""
+    """Return arguments whose values appear in the message and are unusual: below 0, NaN, or with a decimal point."""
     quoted = re.findall(r"(?<![\w.])-?\d+\.\d+|(?<![\w.-])-\d+|\bnan\b", message)
     numbers = {name: value for name, value in given.items() if type(value) in (int, float)}
     return [
@@ -152,7 +152,7 @@ def _quoted(message: str, given: dict[str, Any]) -> list[str]:
 
 
 def _names(text: str, pattern: str, flags: dict[str, str]) -> list[str]:
-    """Arguments that the text names."""
+    """Return arguments that the text names."""
     found = [match[match.lastindex or 0] for match in re.finditer(pattern, text)]
     renamed = [NAMES_ELSEWHERE.get(name := word.replace("-", "_"), name) for word in found]
     return [name for name in dict.fromkeys(renamed) if name in flags]

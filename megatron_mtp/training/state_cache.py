@@ -75,7 +75,7 @@ class StateCache:
         decoder.forward = self._forward
 
     def _opened(self, args: Namespace, identity: dict[str, Any]) -> StateStore:
-        """The store, with room for this run."""
+        """Open the store, with room for this run."""
         store = StateStore(Path(args.mtp_state_cache), identity)
         row_bytes = len(self.columns) * args.seq_length * args.hidden_size * args.params_dtype.itemsize
         needed = store.check_room(_rows_of_run(args), row_bytes)
@@ -97,7 +97,7 @@ class StateCache:
             say(f"> --mtp-state-cache: the trunk ran for {self._run_batches} of {batches} microbatches")
 
     def _forward(self, *given: Any, **named: Any) -> Any:
-        """In the place of the decoder's forward."""
+        """Replace the decoder's forward."""
         rows, self._rows, self._last = self._rows, Rows([], False), self._rows
         if not rows.keys:  # not of a batch
             return self._decode(*given, **named)
@@ -113,7 +113,7 @@ class StateCache:
         return hidden_SBH
 
     def _is_there(self, rows: Rows) -> bool:
-        """Return whether the trunk need not run: the same on all ranks that compute it together."""
+        """Return whether the trunk need not run; the same on all ranks that compute it together."""
         if self.store.missing(rows.keys, self.columns):
             self.store.refresh()  # other ranks write as well
         return not _on_some_rank(self.store.missing(rows.keys, self.columns))
@@ -136,7 +136,7 @@ class StateCache:
         return torch.stack([self.store.read(key, column) for key in rows.keys])
 
     def _own_part(self, states_BSH: Tensor, rows: Rows) -> Tensor:
-        """This rank's part of whole rows, as the decoder returns it."""
+        """Return this rank's part of whole rows, as the decoder returns it."""
         device = torch.device(torch.cuda.current_device())
         whole = states_BSH.flatten(0, 1).unsqueeze(1) if rows.is_joined else states_BSH.transpose(0, 1)
         if rows.positions_RS is not None:
@@ -147,7 +147,7 @@ class StateCache:
 
     @torch.no_grad()
     def _keep(self, rows: Rows, parts: Sequence[Tensor]) -> None:
-        """Store what the trunk has returned; the first of the ranks that compute it together writes."""
+        """Store the trunk's output; the first of the ranks that compute it together writes."""
         whole = [self._whole(part_SBH.detach(), rows) for part_SBH in parts]
         if mpu.get_tensor_model_parallel_rank() or mpu.get_context_parallel_rank():
             return
@@ -161,7 +161,7 @@ class StateCache:
             self.store.add(key, of_row)
 
     def _whole(self, part_SBH: Tensor, rows: Rows) -> Tensor:
-        """All positions of a rank's part."""
+        """Return all positions of a rank's part."""
         if self._stage.config.sequence_parallel:
             part_SBH = gather_from_sequence_parallel_region(part_SBH, tensor_parallel_output_grad=False)
         if rows.positions_RS is None:
@@ -174,7 +174,7 @@ class StateCache:
 
 
 def _on_some_rank(is_missing: bool) -> bool:
-    """Return whether something is missing on any of the ranks that compute a forward together."""
+    """Return whether a row is missing on any of the ranks that compute a forward together."""
     groups = [mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()]
     if mpu.get_expert_model_parallel_world_size() > 1:
         groups = [torch.distributed.group.WORLD]
@@ -190,7 +190,7 @@ def _on_some_rank(is_missing: bool) -> bool:
 
 
 def _identity(model: nn.Module, args: Namespace) -> dict[str, Any]:
-    """The entries of the manifest."""
+    """Return the entries of the manifest."""
     return {
         "trunk": _digest_of_trunk(model, args),
         "tokenizer": _digest_of_tokenizer(args),
@@ -201,7 +201,7 @@ def _identity(model: nn.Module, args: Namespace) -> dict[str, Any]:
 
 
 def _digest_of_trunk(model: nn.Module, args: Namespace) -> str:
-    """Of all weights and buffers of the trunk, and of the arguments that say what it computes with them."""
+    """Return a digest of all weights and buffers of the trunk, and of the arguments that affect its computation."""
     made = blake2b(digest_size=16)
     for name in sorted({*MODEL_ARGUMENTS}):
         if not name.startswith(OF_HEADS) and (value := getattr(args, name, None)) is not None:
@@ -222,7 +222,7 @@ def _digest_of_tokenizer(args: Namespace) -> str:
 
 
 def _digest_of_corpus(args: Namespace) -> str:
-    """Of all data sets that flags name."""
+    """Return a digest of all datasets that the flags name."""
     made = blake2b(digest_size=16)
     for prefix in named_prefixes(args):
         made.update(Path(f"{prefix}.idx").read_bytes())
@@ -236,7 +236,7 @@ def _digest_of_corpus(args: Namespace) -> str:
 
 
 def _rows_of_run(args: Namespace) -> int:
-    """Rows that a run reads, at most."""
+    """Return the largest number of rows that a run reads."""
     evaluations = 1 if args.mtp_patience is not None else 1 + (args.train_iters or 0) // (args.eval_interval or 1)
     read = args.train_iters * args.global_batch_size if args.train_iters and not args.skip_train else 0
     read += (args.eval_iters or 0) * args.eval_global_batch_size * evaluations

@@ -162,7 +162,7 @@ class DraftModelTree(SmallModel, Tree):
 
 
 def _check_fit(drafter: "Runner", runner: "Runner") -> None:
-    """Raises ValueError for a small model that does not have the target's tokens and positions."""
+    """Raise ValueError for a small model without the target's tokens and positions."""
     if drafter.vocab_size != runner.vocab_size:
         raise ValueError(
             f"the draft model has a vocabulary of {drafter.vocab_size} tokens and the target one of "

@@ -77,15 +77,15 @@ class Vanilla(Proposer):
         return draft
 
     def _run(self, count: int) -> int:
-        """Depths that run in a draft: with states all, as one that falls behind needs rows that others cannot rerun."""
+        """Return how many depths run in a draft: all, if they have states, because skipped rows cannot be rerun."""
         return self.runner.depths if count and self.runner.recurrent_depths else count
 
     def _width(self, sequences: "Sequences", run: int) -> int:
-        """Rows that each of the first depths has to run."""
+        """Return how many rows each of the first depths runs."""
         return max(sequences.growth_since(depth) + depth for depth in range(run))
 
     def _over(self, first: int, rows: int, run: int) -> list[Pass]:
-        """Passes of the first depths over these rows."""
+        """Run the first depths over these rows."""
         trunk = [depth == 1 or not self.runner.sequential for depth in range(1, run + 1)]
         return [Pass(depth, first, rows, depth, one) for depth, one in enumerate(trunk, start=1)]
 
@@ -138,7 +138,7 @@ class ReusedLayer(OneLayer):
         return draft
 
     def _after(self, new: Pass, count: int) -> list[Pass]:
-        """The pass over new rows, and those that draft further tokens."""
+        """Run the pass over new rows, and the passes that draft further tokens."""
         later = [Pass(1, place, 1, 1, False, self.runner.has_chain) for place in range(count - 1)]
         return [new, *later][:count]
 

@@ -167,25 +167,25 @@ class Lookahead(Proposer):
             window.found = len(ids), found
 
     def _windows(self, sequences: "Sequences") -> list[JacobiWindow]:
-        """Windows of every sequence."""
+        """Return the windows of every sequence."""
         for ids, one in zip(sequences.token_ids, sequences.progress, strict=True):
             one.guesses = one.guesses or self._first(ids)
         return [one.guesses for one in sequences.progress]
 
     def _first(self, ids: list[int]) -> JacobiWindow:
-        """The first window repeats the sequence's last tokens."""
+        """Return the first window, which repeats the sequence's last tokens."""
         levels, columns = self.most, self.settings.window
         tail = (ids * (levels + columns))[-(levels + columns) :]
         return JacobiWindow([tail[level : level + columns] for level in range(levels)])
 
 
 def _window_parents(columns: int, levels: int) -> list[int]:
-    """Rows that the window's nodes continue: level 0 its left neighbor, further levels the one below."""
+    """Return parents of the window's nodes: in level 0 the left neighbor, in later levels the node below."""
     return [*range(columns), *range(1, 1 + columns * (levels - 1))]
 
 
 def _trie(grams: list[tuple[int, ...]], before: int) -> tuple[list[int], list[int]]:
-    """N-grams merged by their beginnings: tokens and parent rows, with `before` nodes in front of them."""
+    """Merge n-grams by common prefixes: tokens and parent rows, after `before` earlier nodes."""
     rows: dict[tuple[int, ...], int] = {(): 0}
     tokens, parents = [], []
     for gram in grams:

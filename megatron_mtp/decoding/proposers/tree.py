@@ -158,7 +158,7 @@ class Grower(OneLayer):
         return levels
 
     def _rows_run(self, widths: list[int], most: int | None) -> int:
-        """Rows that run beyond the committed ones; at least 1, so that a mask has a column."""
+        """Return how many rows run beyond the committed ones; at least 1, so that a mask has a column."""
         levels = _level_rows(widths[:-1], most)
         return max([1, *levels]) * max(len(levels), 1)
 
@@ -171,7 +171,7 @@ class Grower(OneLayer):
         taken_BF: Tensor | None,
         drawn: bool,
     ) -> Level:
-        """The candidates of rows that continue `taken_BF` of the last level above."""
+        """Return candidates of rows that continue `taken_BF` of the last level above."""
         probs_BFV = self._probabilities(states_SBH, round)
         batch, rows, _ = probs_BFV.shape
         if drawn:  # independent samples of every row
@@ -188,19 +188,19 @@ class Grower(OneLayer):
         return Level(tokens_BFC.flatten(1), scores_BN, row_FC.flatten().expand(batch, -1), probs_BFV, taken_BF)
 
     def _probabilities(self, states_SBH: Tensor, round: Round) -> Tensor:
-        """[B, F, V]; at temperature 0 the order of a beam comes from the model's own distribution."""
+        """Return probabilities [B, F, V]; at temperature 0 a beam is ordered by the model's own distribution."""
         logits_BFV = self.logits(states_SBH)
         return logits_BFV.softmax(-1) if round.sampling.greedy else round.sampling.probabilities(logits_BFV)
 
 
 def _unused(round: Round, above: list[Level], count: int) -> Tensor:
-    """Random numbers [B, count] that the levels above have not used."""
+    """Return random numbers [B, count] that earlier levels have not used."""
     before = sum(level.tokens_BN.size(1) for level in above)
     return round.noise.uniform(DRAFT, before + count)[:, before:]
 
 
 def _level_rows(widths: list[int], most: int | None) -> list[int]:
-    """Candidates of every level that are continued."""
+    """Return how many candidates of every level are continued."""
     rows = [1]
     for width in widths:
         rows.append(rows[-1] * width if most is None else min(rows[-1] * width, most))
@@ -238,7 +238,7 @@ class Tree(Grower):
         return max(run, self.settings.tree_nodes or sum(_level_rows(widths, None)))
 
     def _widths(self, count: int) -> tuple[list[int], int | None]:
-        """Candidates a row of every level, and how many of a level are continued, at most."""
+        """Return candidates per row of every level, and the largest number of continued rows of a level."""
         if self.settings.tree_nodes is not None:
             return [self.beam] * count, self.beam
         return [min(width, self.drafted) for width in self.settings.tree or DEFAULT_TREE][:count], None
@@ -297,7 +297,7 @@ class Beam(Grower):
         taken_BF: Tensor | None,
         drawn: bool,
     ) -> Level:
-        """The `width` continuations of all rows together."""
+        """Return the `width` best continuations of all rows together."""
         probs_BFV = self._probabilities(states_SBH, round)
         scores_BFV = probs_BFV.double().log()
         if taken_BF is not None:
@@ -313,7 +313,7 @@ class Beam(Grower):
 
 
 def _without_replacement(scores_BX: Tensor, uniform_BN: Tensor) -> Tensor:
-    """N samples [B, N] of weights whose logarithms these are, each without those before it."""
+    """Draw N samples [B, N] without replacement, from the logarithms of weights."""
     weights_BX, drawn = (scores_BX - scores_BX.amax(dim=1, keepdim=True)).exp(), []
     for uniform_B in uniform_BN.unbind(1):
         drawn.append(draw(weights_BX, uniform_B).unsqueeze(1))
@@ -326,7 +326,7 @@ def _rows_of(values_BFV: Tensor, rows_BN: Tensor) -> Tensor:
 
 
 def _flattened(levels: list[Level]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, parents (as rows of a draft) and scores of all levels' candidates, each [B, N]."""
+    """Return tokens, parents (as rows of a draft) and scores of all levels' candidates, each [B, N]."""
     parents, before, above = [torch.zeros_like(levels[0].tokens_BN)], 0, 0
     for level in levels[1:]:
         assert level.taken_BF is not None
@@ -337,7 +337,7 @@ def _flattened(levels: list[Level]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _likeliest(tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor, count: int) -> Draft:
-    """The `count` nodes of the highest score, which hold the parents of all their nodes, in their old order."""
+    """Return the `count` nodes with the highest scores, which include all their parents, in their old order."""
     nodes = tokens_BN.size(1)
     # A child never scores above its parent; among equals the earlier one is taken, and parents come earlier.
     order_BN = scores_BN.argsort(dim=1, descending=True, stable=True)[:, : min(count, nodes)]

@@ -81,13 +81,13 @@ class CpuRows(Modules):
 
 
 def _fit(sequences: Sequences, passes: Sequence[Pass]) -> bool:
-    """True if these can run in compiled code."""
+    """Return whether these can run in compiled code."""
     most = max((one.count for one in passes), default=0) * len(sequences.token_ids)
     return most <= MOST_ROWS and sequences.all_live and all(one.keeps for one in passes)
 
 
 def _has_room(model: nn.Module) -> bool:
-    """True if the weights fit into the free memory once more; else a warning says so."""
+    """Return whether a second copy of the weights fits into free memory; warn if not."""
     needed, free = sum(weight.nbytes for weight in model.parameters()), psutil.virtual_memory().available
     if needed > MOST_OF_FREE_MEMORY * free:
         _logger.warning(

@@ -40,7 +40,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 @cache
 def _loaded(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Once in a process: also a failure is not tried again."""
+    """Load the library once in a process; a failure is not retried."""
     try:
         return ctypes.CDLL(str(built(folder(), dtype)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -86,13 +86,16 @@ def _compiler() -> str:
 
 
 def _key() -> str:
-    """A hash of what a build depends on; asking the compiler itself would take longer than the rest of a start."""
+    """Return a hash of what a build depends on.
+
+    Asking the compiler itself would take longer than the rest of a start.
+    """
     facts = (SOURCE.read_text(), *FLAGS, os.environ.get("CXX", ""), torch.__version__, _cpu())
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
 def _cpu() -> str:
-    """Features of the CPU, in the kernel's words."""
+    """Return the CPU's features, as the Linux kernel names them."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     named = {line for line in lines if line.startswith(("flags", "Features", "model name"))}

@@ -257,14 +257,14 @@ class FewRows:
         return _Remembered(*(one.data_ptr() for one in memory.parts))
 
     def _call(self, cache: KVCache, tables: BlockTables) -> _Rows:
-        """A call over these tables, for rows that the caller names."""
+        """Return a call over these tables, for rows that the caller names."""
         common = self._common(cache, tables)
         call = _Rows.from_buffer_copy(common)
         call.held = common  # until the call is over
         return call
 
     def _common(self, cache: KVCache, tables: BlockTables) -> _Rows:
-        """What all calls over these tables have in common, such as pointers to every layer's keys and values."""
+        """Return what all calls over these tables share, such as pointers to every layer's keys and values."""
         known, table_BL = self._known, tables.table_BL
         if known is None or known[0] is not cache.keys or known[1] is not table_BL:
             sizes = self._groups, self._channels, self._held[0]
@@ -405,7 +405,7 @@ class GreedySteps:
         best_BR: Tensor | None = None,
         count_B: Tensor | None = None,
     ) -> float:
-        """The seconds of the drafts. Where there are no `best_BR` and `count_B`, they are not judged."""
+        """Run a step and return the seconds of its drafts. Without `best_BR` and `count_B`, drafts are not judged."""
         memory, tokens_BT, judge = sequences.memory, sequences.tokens_BT, None
         if self._are_recurrent:
             self._make_room(sequences, passes)
@@ -426,7 +426,7 @@ class GreedySteps:
         return seconds.value
 
     def _make_room(self, sequences: Sequences, passes: Sequence[Pass]) -> None:
-        """For all passes over a cache before the first of them runs: states take in rows only between calls."""
+        """Make room for all passes over a cache before the first one runs: states take in rows only between calls."""
         for first in {one.depth: one for one in reversed(passes)}.values():
             count = sum(one.count for one in passes if one.depth == first.depth)
             rows = sequences.chain(sequences.newest_B + first.first, first.count, len(passes))
@@ -462,7 +462,7 @@ def greedy_steps(trunk: FewRows | None, depths: Sequence[FewRows | None], head: 
 
 
 def _heads_of(layers: Sequence[Any]) -> tuple[int, int, int]:
-    """Query heads, key heads and channels of a stack's attention; 0 where it has none."""
+    """Return query heads, key heads and channels of a stack's attention; 0 without attention."""
     for attention in map(attention_of, layers):
         if attention is not None:
             heads, groups = attention.num_attention_heads_per_partition, attention.num_query_groups_per_partition
@@ -471,7 +471,7 @@ def _heads_of(layers: Sequence[Any]) -> tuple[int, int, int]:
 
 
 def _where(rows: Rows) -> tuple[Tensor | None, ...]:
-    """First positions of a chain, or positions, slots and mask of any rows."""
+    """Return first positions of a chain, or positions, slots and mask of any rows."""
     if rows.is_chain and rows.live_BR is None and rows.end_B is None:
         return rows.first_B.contiguous(), None, None, None
     return None, rows.positions_BR.contiguous(), rows.slots_BR.contiguous(), rows.mask_B1RW.float().contiguous()
@@ -490,7 +490,7 @@ def few_rows(*given: Any) -> FewRows | None:
 
 
 def _function(compiled: ctypes.CDLL, name: str, arguments: list[Any]) -> Callable[..., None]:
-    """A function of the library, called with as many threads as pay: its last argument, which is not in `arguments`."""
+    """Return a library function that runs on as many threads as pay: its last argument, which is not in `arguments`."""
     function = compiled[name]
     function.argtypes, function.restype = [*arguments, _N], None
     return partial(team_of(compiled).run, function)

@@ -93,7 +93,7 @@ def fastest(outputs: int, inputs: int, dtype: torch.dtype, threads: int, rows: i
 
 
 def _seconds(multiply: Multiply, hidden: Tensor) -> float:
-    """The shortest of several calls, after one that is not counted."""
+    """Return the shortest time of several calls, after one warm-up call."""
     multiply(hidden)
     took: list[float] = []
     while len(took) < 8 and sum(took) < TIMED_SECONDS:

@@ -76,7 +76,7 @@ class Team:
         self._seconds = self._held_up = 0.0
 
     def _change(self, fewer: int) -> None:
-        """Halve the threads so many times."""
+        """Halve the threads this many times."""
         if not self._fewer:
             self._most = torch.get_num_threads()
         self._fewer = fewer

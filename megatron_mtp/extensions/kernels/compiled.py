@@ -121,7 +121,7 @@ def loss_of(name: str) -> TokenLoss:
 
 
 def _products(loss: TokenLoss, entries: int) -> triton_chunk.Products:
-    """One depth's chunk of all rows; the trunk's logits are of drafted tokens, or of all, as the loss needs them."""
+    """Return one depth's chunk of all rows; the trunk's logits are of drafted tokens, or of all, as the loss needs."""
     new = partial(torch.empty, device="meta")
     drafts = None
     if entries < ENTRIES:
@@ -139,13 +139,13 @@ def _products(loss: TokenLoss, entries: int) -> triton_chunk.Products:
 
 
 class _AbsentDriver:
-    """What Triton asks of a driver before it compiles."""
+    """Driver for a GPU that is absent: answers Triton's questions before it compiles."""
 
     def __init__(self, target: int) -> None:
         self.target = target
 
     def get_current_device(self) -> int:
-        """Triton keeps what it has compiled by this number."""
+        """Return the number under which Triton caches compiled kernels."""
         return self.target
 
     def get_current_stream(self, device: int) -> int:
@@ -156,7 +156,7 @@ class _AbsentDriver:
 
 
 class _Noted:
-    """A kernel that is compiled and noted where it would be launched."""
+    """Kernel that is compiled and recorded instead of launched."""
 
     def __init__(self, kernel: JITFunction, compiled: list[Any]) -> None:
         self.kernel, self.compiled = kernel, compiled
@@ -170,7 +170,7 @@ class _Noted:
 
 @contextmanager
 def _compiling(target: int) -> Iterator[list[Any]]:
-    """Inside, launches of the losses' kernels compile them for the target, and add what Triton made to the list."""
+    """Within the context, compile launches of the losses' kernels for the target, and add the results to the list."""
     launched = {
         name: kernel
         for name, kernel in vars(triton_kernels).items()
@@ -208,7 +208,7 @@ def _kernel(target: int, compiled: Any) -> Kernel:
 
 @cache
 def _registers(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and the bytes of memory that it needs beside them, which is where spilled ones go."""
+    """Return registers per thread, and bytes of local memory, which hold spilled registers."""
     told = _dumped(cubin, "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", told)
     assert found is not None, told
@@ -217,7 +217,7 @@ def _registers(cubin: bytes) -> tuple[int, int]:
 
 @cache
 def _loop(cubin: bytes) -> int:
-    """Instructions of the longest way back."""
+    """Return the number of instructions of the longest backward jump."""
     back = re.findall(r"/\*([0-9a-f]{4,})\*/ +(?:@\S+ )?BRA\b[^;]* 0x([0-9a-f]+) *;", _dumped(cubin, "--dump-sass"))
     return max(int(here, 16) - int(target, 16) for here, target in back) // INSTRUCTION + 1
 
@@ -231,6 +231,6 @@ def _dumped(cubin: bytes, what: str) -> str:
 
 
 def _moved(ttir: str) -> int:
-    """Bytes for each logit: every load and every store of a block is one pass over the row."""
+    """Return bytes moved per logit: every load and every store of a block is one pass over the row."""
     bits = re.findall(r"tt\.(?:load|store) .*: tensor<\d+x!tt\.ptr<[a-z]+(\d+)>", ttir)
     return sum(map(int, bits)) // 8

@@ -71,7 +71,7 @@ def main(arguments: list[str], program: str) -> int:
 
 
 def _check(args: Namespace) -> None:
-    """Raises ValueError for a number that is out of range, and for several checkpoints or engines without a table."""
+    """Raise ValueError for a number out of range, and for several checkpoints or engines without a table."""
     check_counts(args, "prompts", "prompt_tokens", "new_tokens")
     count = args.num_speculative_tokens
     if count is not None and not 1 <= count <= MOST_DRAFTED:
@@ -91,7 +91,7 @@ def _alone(args: Namespace) -> int:
 
 
 def _table(args: Namespace) -> int:
-    """A line for every checkpoint and engine; others go on where one cannot be computed."""
+    """Print a line for every checkpoint and engine; a line that fails does not stop the others."""
     from megatron_mtp.extensions.predict.predict import predict
     from megatron_mtp.extensions.predict.report import as_json, as_table
 

@@ -358,5 +358,5 @@ FOR_ONE_DRAFT = {"trunk", "zeroed", "keys", "first_row", "swapped"}
 
 
 def _same(rule: str, one: object, other: object, count: int) -> bool:
-    """A single draft sees the same rows, however later drafts see them."""
+    """Return whether rules are the same for one draft, which sees the same rows whatever later drafts see."""
     return rule == "keys" and count == 1 and "none" not in (one, other)

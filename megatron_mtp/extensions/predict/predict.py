@@ -43,7 +43,7 @@ def predict(checkpoint: Path, engine: Engine, args: Namespace) -> tuple[Case, Pr
 
 
 def _predict_depths(source: Source, engine: Engine, args: Namespace) -> tuple[Case, Prediction]:
-    """Generate with a cache, then run the MTP layers by the engine's rules over the texts."""
+    """Generate with a cache, then run the MTP layers over the texts by the engine's rules."""
     engine.feeding(source.family, 1)  # refuses a family before anything is loaded
     loaded, tokenizer = load(source, args.tokenizer, args.trust_remote_code)
     model = loaded.runner.model
@@ -66,7 +66,7 @@ def _predict_depths(source: Source, engine: Engine, args: Namespace) -> tuple[Ca
 
 
 def _predict_drafter(source: Source, engine: Engine, args: Namespace) -> tuple[Case, Prediction]:
-    """Draft in our own decoder."""
+    """Draft in this package's decoder."""
     assert source.drafter is not None
     rules = engine.drafter(source.drafter, source.is_latent)
     loaded, tokenizer = load(source, args.tokenizer, args.trust_remote_code)
@@ -83,7 +83,7 @@ DRAFTS_NOTHING = "the model ends every text with its first token and drafts noth
 
 
 def _prompts(args: Namespace, tokenizer: Path) -> tuple[list[list[int]], frozenset[int]]:
-    """Pieces of the text, and the tokens that end a text."""
+    """Return pieces of the text, and the tokens that end a text."""
     ids, ends = read_ids(args.text, tokenizer, args.trust_remote_code)
     return cut_prompts(ids, args.prompts, args.prompt_tokens), ends
 

@@ -127,7 +127,7 @@ def as_table(rows: list[dict[str, Any]], failed: list[dict[str, Any]]) -> str:
 
 
 def _rates(case: Case, predicted: Prediction) -> str:
-    """Acceptance by position: the engine's, training's."""
+    """Return acceptance by position: the engine's, and training's."""
     titles = [f"draft {place}" for place in range(1, case.count + 1)] + ["drafts a round"]
     lines = [f"{'':<12}" + "".join(f"{title:>16}" for title in titles)]
     for name, found in (("as trained", predicted.trained), ("predicted", predicted.engine)):

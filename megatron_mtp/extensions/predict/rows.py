@@ -144,7 +144,7 @@ def _layer(model: LanguageModule, number: int, feeding: Feeding) -> MultiTokenPr
 
 
 def _blocks(text: Text, states_RBH: Tensor, chain: list[Tensor], number: int, feeding: Feeding) -> list[Block]:
-    """The rows that exist where draft `number` is made; the last block has those that make it."""
+    """Return the rows that exist when draft `number` is made; the last block has the rows that make it."""
     if feeding.keys in ("own", "none"):
         return [Block(states_RBH, number, 0)]
     ahead = number - 1 if feeding.keys == "window" else 0
@@ -162,7 +162,7 @@ def _run(
     number: int,
     feeding: Feeding,
 ) -> tuple[Tensor, Tensor]:
-    """States of the last block, [R, 1, H], before and after the depth's final norm."""
+    """Return states of the last block, [R, 1, H], before and after the depth's final norm."""
     starts, first = blocks[-1].states_RBH.size(0), int(feeding.first_row)
     ahead = number - 1 if feeding.keys == "window" else 0
     states_NBH = torch.cat([block.states_RBH for block in blocks])
@@ -184,7 +184,7 @@ def _run(
 
 
 def _visible(starts: int, blocks: int, ahead: int, keys: str) -> Tensor:
-    """Bool [N, N], True where a row attends to another: in block 0 to what is known, in others to its own chain."""
+    """Return bool [N, N], True if a row attends to another: in block 0 to known tokens, in others to its own chain."""
     own = torch.eye(starts, dtype=torch.bool)
     if keys == "none":
         return own
@@ -200,7 +200,7 @@ def _visible(starts: int, blocks: int, ahead: int, keys: str) -> Tensor:
 
 
 def _with_first(visible_NN: Tensor) -> Tensor:
-    """Which rows see which, with a row in front that all others see."""
+    """Return which rows attend to which, with a row in front that all others attend to."""
     wider = torch.cat([torch.ones_like(visible_NN[:, :1]), visible_NN], dim=1)
     first = torch.zeros_like(wider[:1])
     first[0, 0] = True
@@ -208,7 +208,7 @@ def _with_first(visible_NN: Tensor) -> Tensor:
 
 
 def _attention(model: LanguageModule, mask: Tensor | None, positions: list[int]) -> AttentionInputs:
-    """Mask and rotary angles; latent attention makes its own (`placed`)."""
+    """Return mask and rotary angles; latent attention computes its own (`placed`)."""
     attached = attached_of(model)
     angles = attached.rotary_angles(max(positions) + 1)[0][positions] if attached.turns_heads else None
     return AttentionInputs(attention_mask=mask, rotary_pos_emb=angles)
@@ -216,7 +216,7 @@ def _attention(model: LanguageModule, mask: Tensor | None, positions: list[int])
 
 @contextmanager
 def _swapped(model: LanguageModule, swapped: bool) -> Iterator[None]:
-    """While this lasts, the halves of every eh_proj are exchanged."""
+    """Within the context, exchange the halves of every eh_proj."""
     layers: Iterable[torch.nn.Module] = model.mtp.layers if swapped else ()
     _exchange_halves(layers)
     try:
@@ -232,7 +232,7 @@ def _exchange_halves(layers: Iterable[torch.nn.Module]) -> None:
 
 
 def _embed(model: LanguageModule, tokens: list[int]) -> Tensor:
-    """[N, 1, H], a copy."""
+    """Return a copy of embeddings, [N, 1, H]."""
     device = _device(model)
     positions_BN = torch.arange(len(tokens), device=device).unsqueeze(0)
     ids_BN = torch.tensor([tokens], device=device)
@@ -246,7 +246,7 @@ def _device(model: LanguageModule) -> torch.device:
 
 @contextmanager
 def _input_of(module: torch.nn.Module) -> Iterator[list[Tensor]]:
-    """The inputs of a module's calls while this lasts."""
+    """Within the context, record the inputs of a module's calls."""
     seen: list[Tensor] = []
     handle = module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     try:

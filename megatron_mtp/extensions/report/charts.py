@@ -76,7 +76,10 @@ def charts(runs: list[RunFolder]) -> list[tuple[Kind, str, go.Figure]]:
 
 
 def _ends(values: Iterable[float]) -> Ends:
-    """The least and the largest finite value with a margin, above zero if they are; None if there is no such range."""
+    """Return the least and the largest finite value with a margin, above zero if they are.
+
+    None without such a range.
+    """
     finite = [value for value in values if math.isfinite(value)]
     if not finite or math.isinf(margin := (max(finite) - min(finite)) / 20) or not margin:
         return None
@@ -85,7 +88,7 @@ def _ends(values: Iterable[float]) -> Ends:
 
 
 def _lines(runs: list[RunFolder], key: str, divisor: float) -> list[go.Scatter]:
-    """Lines of training, and lines with marks of validation; test data is only in the table."""
+    """Return lines of training, and lines with markers of validation; test data is only in the table."""
     made = []
     for number, run in enumerate(runs):
         name, place = (label(key), _depth(key)) if len(runs) == 1 else (run.name[-LONGEST_NAME:], number)
@@ -135,6 +138,6 @@ def label(key: str) -> str:
 
 
 def _depth(key: str) -> int:
-    """The number of the depth; 0 if the figure has none."""
+    """Return the number of the depth; 0 if the metric has none."""
     named = re.match(r"mtp_(\d+) ", key)
     return int(named[1]) if named else 0

@@ -77,7 +77,7 @@ class Convolution(MegatronModule):
         return made_SBH
 
     def _earlier(self, values_SBH: Tensor, tap: int) -> Tensor:
-        """The values of so many rows before, within each block."""
+        """Return values this many rows earlier, within each block."""
         if tap == 0:
             return values_SBH
         blocks = max(len(values_SBH) // self.rows, 1)

@@ -57,7 +57,7 @@ class DSpark(LeftToRight):
         return logits_BV + bias_BV.index_copy_(1, tokens_N, bias_BN)[:, : self.runner.vocab_size]
 
     def _ended(self, draft: Draft, confidence_BK: Tensor, few_shapes: bool) -> Draft:
-        """The draft up to where it is confident; where shapes may be many, without the rows that no sequence drafts."""
+        """Cut the draft where confidence ends; if shapes may vary, drop rows that no sequence drafts."""
         valid_BK = (confidence_BK >= self.settings.min_confidence).cumprod(dim=1).bool()
         if few_shapes:
             return Draft(draft.tokens_BN, draft.probs_BNV, None, valid_BK)

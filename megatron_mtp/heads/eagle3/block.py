@@ -67,12 +67,12 @@ class InputNorms(torch.nn.Module):
 
 
 def _from_both(input_size: int, output_size: int, **others: Any) -> ColumnParallelLinear:
-    """The projection to queries, keys and values, of inputs of twice the width."""
+    """Build the projection to queries, keys and values from inputs of twice the width."""
     return ColumnParallelLinear(2 * input_size, output_size, **others)
 
 
 def _to_half(input_size: int, output_size: int, **others: Any) -> RowParallelLinear:
-    """The projection of what was attended, of half the output."""
+    """Build the projection of the attention output to half the width."""
     return RowParallelLinear(input_size, output_size // 2, **others)
 
 

@@ -145,7 +145,7 @@ class PEagleBlock(BlockDrafter):
         return list(torch.cat([made_RBH[position_A].unsqueeze(1), masks_AMBH], dim=1).unbind(1)), None
 
     def _give_rows(self, attention: AttentionInputs, positions_S: Tensor, place_A: Tensor, count: int) -> None:
-        """Tell every layer what rows see; a mask of the trunk's attention has the rows of this rank alone."""
+        """Set in every layer which rows attend to which; a mask of the trunk's attention has only this rank's rows."""
         visible_B1AS = visible_before(attention, place_A, positions_S[place_A], count)
         if attention.attention_mask is not None:
             own = attention.attention_mask.permute(2, 0, 1, 3)

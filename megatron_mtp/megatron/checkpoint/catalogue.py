@@ -125,7 +125,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _is_place(place: Any) -> bool:
-    """Return whether it is a place in a file of this folder."""
+    """Return whether a value describes an offset in a file of this folder."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     numbers = isinstance(place, _StorageInfo) and isinstance(place.offset, int) and isinstance(place.length, int)

@@ -93,7 +93,7 @@ def _whole_iterations(folder: Path) -> list[int]:
 
 
 def _named_in(folder: Path) -> list[str]:
-    """What a tracker may say: the numbers of whole iterations, and `release`."""
+    """Return valid contents of a tracker: the numbers of complete iterations, and `release`."""
     release = [RELEASE] if (folder / RELEASE / FORMAT).exists() else []
     return [*map(str, _whole_iterations(folder)), *release]
 

@@ -85,7 +85,7 @@ class DistReader:
         self._index(catalogue.state_dict_metadata)
 
     def _index(self, catalogue: dict[str, Any]) -> None:
-        """Find the tensors in a catalogue, and the layers in those that stack equal ones."""
+        """Index the tensors of a catalogue, and the layers within tensors that stack equal layers."""
         self._catalogue = catalogue
         self._tensors = {key: value for key, value in catalogue.items() if isinstance(value, TensorStorageMetadata)}
         self._chunks = {(key, tuple(c.offsets)): c for key, entry in self._tensors.items() for c in entry.chunks}
@@ -199,7 +199,7 @@ class DistReader:
         return out
 
     def _bytes(self, key: str) -> bytes:
-        """An object as it is stored."""
+        """Return a stored object's bytes."""
         index, none = MetadataIndex(key), torch.Size([0])
         target = _Target()
         self._read_items(key, [ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none)], target)
@@ -234,7 +234,7 @@ class DistReader:
 
 
 class _Storage(FileSystemReader):
-    """torch's reader of the files, which compares every entry with its checksum once."""
+    """Reader of torch's files that checks every entry against its checksum once."""
 
     _slice_file = checked_once(FileSystemReader._slice_file)
 
@@ -245,13 +245,13 @@ class _Storage(FileSystemReader):
 
 @dataclass
 class _Target:
-    """The part of a `LoadPlanner` that torch's reader calls: fills the tensor `out`, or keeps the object `held`."""
+    """Load planner, as far as torch's reader calls it: fills the tensor `out`, or keeps the object `held`."""
 
     out: Tensor = field(default_factory=lambda: torch.empty(0))
     held: bytes = b""
 
     def resolve_tensor(self, item: ReadItem) -> Tensor:
-        """The part of the tensor that an item fills."""
+        """Return the part of the tensor that an item fills."""
         return narrow_tensor_by_index(self.out, item.dest_offsets, item.lengths)
 
     def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:

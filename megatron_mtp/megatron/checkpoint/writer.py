@@ -84,7 +84,7 @@ def chunks_are_in(folder: Path, records: list[dict[str, Any]]) -> bool:
 
 
 def _kernel_states(tensors: dict[str, Any]) -> list[str]:
-    """Keys of kernel states: Transformer Engine has one in every linear layer, norm and attention, used by FP8."""
+    """Return keys of kernel states for FP8: Transformer Engine has one in every linear layer, norm and attention."""
     keys = [HEAD_STATE] if HYBRID_NORM in tensors else []
     for key, entry in tensors.items():
         match = _KERNEL.fullmatch(key)

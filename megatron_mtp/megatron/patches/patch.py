@@ -112,7 +112,7 @@ def state_of(patch: Patch) -> State:
 
 @cache
 def _answer(probe: Probe, original: Any) -> bool | None:
-    """What the probe says of the function, which runs uncompiled: Megatron decorates many with `torch.compile`.
+    """Run the probe on the function, uncompiled: Megatron decorates many functions with `torch.compile`.
 
     Compiling would take minutes in every process and start CUDA before a rank has chosen its device.
     """
@@ -152,7 +152,7 @@ def apply(patches: Sequence[Patch]) -> None:
 
 
 def _apply(rows: list[Patch]) -> None:
-    """Rows of one target."""
+    """Apply the rows of one target."""
     if not rows:
         return
     original = replacement = original_of(rows[0])
@@ -170,7 +170,7 @@ def _apply(rows: list[Patch]) -> None:
 
 
 def _sentence(patch: Patch, ending: str) -> str:
-    """Sentence on the version that is there and those that are known."""
+    """Return a sentence on the installed version and the known versions."""
     version = installed(patch.package)
     return f"{patch.target} is patched in {patch.package} {patch.versions}, and the installed {version} {ending}"
 

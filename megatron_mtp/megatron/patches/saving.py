@@ -154,21 +154,21 @@ else:
 
 
 class _Resumable(DistributedOptimizer):
-    """Before Megatron's class in the order of methods, for torch's Adam, which Megatron shards but cannot resume.
+    """Mixin before Megatron's optimizer class that resumes torch's Adam, which Megatron shards but cannot resume.
 
     torch's Adam keeps `step` as a tensor for every parameter, and its first step makes these tensors; Apex and TE keep
     a number for every group. Each method is Megatron's, corrected where it assumes a number.
     """
 
     def state_dict(self) -> Any:
-        """With the state that the first step would make; a load asks for it before that step."""
+        """Return the state, with entries of a first step: a load needs them before that step."""
         if not self.optimizer.state and self.init_state_fn is not None:
             self.init_state_fn(self.optimizer)
             self._own_steps(torch.tensor(0.0))
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load it, with a `step` for every parameter: they shared one tensor, and each would add 1 to it every step."""
+        """Load the state with its own `step` for every parameter: each parameter would increment a shared one."""
         super().load_state_dict(state_dict)
         self._own_steps()
 
@@ -292,13 +292,13 @@ def without_absent(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _absent_parameters(state: dict[str, Any]) -> dict[str, Any]:
-    """Entries of the model under `ABSENT` keys: parameters, and for a state of a kernel None."""
+    """Return the model's entries under `ABSENT` keys: parameters, and None for a kernel state."""
     models = [part for name, part in state.items() if name.startswith("model") and isinstance(part, dict)]
     return {entry.key: entry.data for part in models for entry in part.values() if _is_absent(entry)}
 
 
 def _with_new(state: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
-    """The state to load, less the model's absent entries, with the optimizer's as for new parameters.
+    """Return the state to load without the model's absent entries, and with optimizer states as for new parameters.
 
     Megatron takes lists apart and loses places where some of the items are not read: they become dicts by index.
     """
@@ -315,7 +315,7 @@ def _with_new(state: dict[str, Any], parameters: dict[str, Any]) -> dict[str, An
 
 
 def _with_lists(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The states of optimizers that list their copies of the parameters by group."""
+    """Return states of optimizers that list their copies of the parameters by group."""
     optimizer = state.get("optimizer") or {}
     return [part for part in (optimizer, *optimizer.values()) if isinstance(part, dict) and LISTS in part]
 
@@ -325,7 +325,7 @@ def _is_absent(entry: Any) -> bool:
 
 
 def _new_state(parameters: dict[str, torch.Tensor], entry: Any) -> Any:
-    """Zeros in the parameter's shape for `optimizer.state.exp_avg.absent: mtp.layers.1.eh_proj.weight`."""
+    """Return zeros in the parameter's shape for `optimizer.state.exp_avg.absent: mtp.layers.1.eh_proj.weight`."""
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
     if not _is_absent(entry):

@@ -201,7 +201,7 @@ def _trained_tokenizer(args: argparse.Namespace, documents: Sequence[Document]) 
     heads = [d if d.line else d._replace(size=min(d.size, limit)) for d in documents]
     texts = (read_document(d, args.json_key) for d in choose_documents(heads, TRAINING_BYTES, args.seed, shuffle=True))
     print(f"tokenizer: training a byte-level BPE of {args.vocab_size} entries", flush=True)
-    # An old corpus must not be left beside a new tokenizer if this run is interrupted.
+    # An old corpus must not be left next to a new tokenizer if this run is interrupted.
     Path(f"{args.output_prefix}.idx").unlink(missing_ok=True)
     train_bpe(texts, args.vocab_size, folder)
     print(f"tokenizer: {folder}, {time.monotonic() - started:.1f} s", flush=True)

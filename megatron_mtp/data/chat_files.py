@@ -126,7 +126,7 @@ def prefix_in_cache(files: Sequence[str], tokenizer: str, cache: str | None, set
     Args:
         files: as users name them.
         tokenizer: its folder.
-        cache: folder; None for `cache` beside the first file, as Megatron's indices.
+        cache: folder; None for `cache` next to the first file, like Megatron's indices.
         settings: what else the dataset depends on.
 
     Raises:

@@ -107,7 +107,7 @@ class ChatEncoder:
         if self._masks_history:
             turns = [place for place in turns if place == answers[-1]]
             left_out["history_turns"] += len(chat.trained) - len(turns)
-        if not is_tagged and turns[:1] == [0]:  # no generation prompt stands before it
+        if not is_tagged and turns[:1] == [0]:  # no generation prompt precedes it
             left_out["opening_turns"] += 1
             turns = turns[1:]
         if not turns:
@@ -166,7 +166,7 @@ class ChatEncoder:
     def _unopened(self, text: str, ids: list[int], prompts: list[str]) -> tuple[list[int], int] | None:
         r"""Like `_cut`, for prompts that open a thought that the text does not have: cut after their common prefix.
 
-        Distilled R1 is asked with "<Assistant><think>\n", and an answer is rendered as "<Assistant>yes".
+        Distilled R1's prompt ends with "<Assistant><think>\n", and an answer is rendered as "<Assistant>yes".
         """
         heads = [OPENED.sub("", prompt) for prompt in prompts if OPENED.search(prompt)]
         shared = [one for head in heads for one in (head, head.rstrip()) if text.startswith(one)]

@@ -321,7 +321,7 @@ def _in_turn(values_DN: Tensor) -> Tensor:
 class _Products:
     """Products of a head with chunks of states, in the rows of `kept_NV`, or all in the same memory.
 
-    Memory that is asked for anew is handed out page by page, which took a CPU a tenth of the loss's time.
+    Newly allocated memory is mapped page by page, which took a CPU a tenth of the loss's time.
     """
 
     def __init__(self, weight_VH: Tensor, kept_NV: Tensor | None = None) -> None:

@@ -225,7 +225,7 @@ def _loss(stage: Attachment, settings: MTPConfig, hidden_SBH: Tensor, drafted: D
     loss, group = depth_loss(settings), stage.pg_collection.cp
     weights = depth_weights(settings, len(drafted.batch.labels_DBS), 1.0, loss)
     share = settings.kind.base_share if settings.kind is not None else None
-    halfway = 0.0 if share is None else share(0.5)  # a loop of one's own says nothing of its length
+    halfway = 0.0 if share is None else share(0.5)  # a user's own loop does not give its length
     objective = HeadObjective(weights, group, loss, per_token=is_normalized, base_share=halfway)
     made = objective(hidden_SBH, drafted)
     total, sums = made.loss, made.depths

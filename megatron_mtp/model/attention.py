@@ -186,7 +186,7 @@ class PortableAttention(torch.nn.Module):
         """Return bool, broadcast over [B, N, S, keys]: True if a query attends to a key.
 
         Args:
-            later: how many positions behind its place a query stands, from which its window counts.
+            later: how many positions after its index a query is; its window counts from there.
         """
         visible = torch.ones(position_S.numel(), keys, dtype=torch.bool, device=position_S.device)
         if mask is not None:

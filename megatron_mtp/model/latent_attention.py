@@ -58,7 +58,7 @@ class PortableLatentAttention(LatentSelfAttention):
                 weight.register_hook(lambda gradient: gradient / self.tp_group.size())
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Compressed queries, and compressed keys and values with the rotary part of the keys behind, both whole."""
+        """Return compressed queries, and compressed keys and values followed by the keys' rotary part, both whole."""
         q_compressed, kv_part = super()._qkv_down_projection(hidden_states)
         kv_combined = gather_from_tensor_model_parallel_region(kv_part, group=self.tp_group)
         if self.config.sequence_parallel:  # Megatron gathers the rotary part again, and sums its gradient

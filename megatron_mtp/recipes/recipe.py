@@ -3,7 +3,7 @@
     purpose: a native MTP layer, improved on the frozen trunk
     trunk: frozen                     # or trained: the trunk learns with the layers
     source: [arXiv:2606.15007, section 3.4]
-    settings:                         # of `train`, without the dashes; true stands for a switch
+    settings:                         # of `train`, without the dashes; true for a switch
       mtp-loss: kd
     differs: [what of the source no flag sets]
     there: [what it reached there]

@@ -226,7 +226,7 @@ def listener(host: str, port: int) -> socket.socket:
         made = socket.socket(family, socket.SOCK_STREAM)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
-    except (OSError, UnicodeError) as error:  # the latter for a name of too many characters
+    except (OSError, UnicodeError) as error:  # UnicodeError for a name with too many characters
         reason = getattr(error, "strerror", error)
         raise ValueError(
             f"--host {host} --port {port} cannot be listened at ({reason}); give another one, or --port 0 for any "

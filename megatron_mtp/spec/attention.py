@@ -58,7 +58,7 @@ class LatentSizes:
 
     @classmethod
     def of(cls, named: Callable[[str], Any]) -> "LatentSizes":
-        """From a function of the names to the sizes; a rank of queries of 0 is none."""
+        """Read the sizes from a function of their names; a query rank of 0 counts as none."""
         query, *others = (named(one.name) for one in fields(cls))
         return cls(query or None, *others)
 

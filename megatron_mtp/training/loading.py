@@ -194,7 +194,7 @@ def _of_changed_layers(
         plan: so far.
         args, settings: the run's.
         folder: of the iteration.
-        common: what it stores beside tensors; empty for a format that is not a list of tensors.
+        common: what it stores in addition to tensors; empty for a format that is not a list of tensors.
 
     Raises:
         ValueError: the checkpoint has other layers, or the state of its optimizer cannot be taken apart.

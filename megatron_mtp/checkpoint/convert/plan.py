@@ -190,9 +190,7 @@ class HFModel:
         """Return the model with rules for this checkpoint, which may lack zero biases and carried tensors."""
         features = (self.layout.features | set(zero_features(reader))) - lost_features(reader)
         layout = replace(self.layout, features=features)
-        if (
-            self.family.untrainable is None
-        ):  # Megatron has trained it, and does not save what stands around a text model
+        if self.family.untrainable is None:  # Megatron has trained it, and does not save what surrounds a text model
             held = tuple(name for name in layout.carried if reader.holds(f"{CARRIED}{name}"))
             layout = replace(layout, carried=held)
         return replace(self, layout=layout, rules=self.family.all_rules(self.config, layout))

@@ -25,9 +25,9 @@ class TrainedForm:
         models: which models take it, for the table in docs/guides/convert.md.
         engines: engines that load such a folder with its MTP layers.
         architecture: the class name by which engines recognize the model.
-        keys: config keys of this family beside `common_keys`, from Megatron's arguments; raises ValueError if the
-            model does not fit the family.
-        fits: whether a model with these arguments and so many MTP layers takes this form without `--family`.
+        keys: config keys of this family in addition to `common_keys`, from Megatron's arguments; raises ValueError if
+            the model does not fit the family.
+        fits: whether a model with these arguments and this many MTP layers takes this form without `--family`.
         files: further files of the folder, by name: code for a `model_type` that transformers does not have.
     """
 

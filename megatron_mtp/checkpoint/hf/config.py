@@ -53,7 +53,7 @@ class HFConfig:
     def from_keys(cls, whole: Any, source: str = CONFIG) -> "HFConfig":
         """Make a config from parsed JSON; the text model's keys may be under `text_config`.
 
-        A head is tied if either part says so: transformers writes true beside `text_config`, and false into it.
+        A head is tied if either part says so: transformers writes true next to `text_config`, and false into it.
 
         Raises:
             ValueError: it is not an object, or has no `model_type`.
@@ -132,7 +132,7 @@ class HFConfig:
     def rope(self) -> dict[str, Any]:
         """Rotary settings as transformers 5 reads them: with `rope_type`, and the original length if a scaling uses it.
 
-        `rope_scaling`, which older files have, takes precedence over `rope_parameters`; some settings are beside them.
+        `rope_scaling`, which older files have, takes precedence over `rope_parameters`; some settings are next to them.
         ValueError where they are not objects, or a number is a text or a truth value.
         """
         nested = {name: self.keys.get(name) for name in _ROPE_PLACES}

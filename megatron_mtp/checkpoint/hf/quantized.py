@@ -48,7 +48,7 @@ class Quantized:
         parts: names of the tensors, by part; the numbers come first.
         shape: of the weight; None if the form does not tell it.
         dtype: of the weight that `decode` makes.
-        numbers: what decoding needs beside tensors.
+        numbers: what decoding needs in addition to tensors.
         fault: why the tensors make no weight, a sentence that begins with a name; empty if they do.
     """
 
@@ -167,7 +167,7 @@ def _in_words(weight: str, part: str) -> str:
 
 
 def activation_scales(names: Collection[str]) -> list[str]:
-    """Names of scales of activations beside a weight, or of an attention's cache, among these names."""
+    """Return names of activation scales of a weight, or of an attention's cache, among these names."""
     found = [name for name in names if ACTIVATIONS.search(name)]
     return [n for n in found if not re.search(r"(put|activation)_\w+$", n) or ACTIVATIONS.sub(".weight", n) in names]
 

@@ -12,8 +12,8 @@
                the H200's binary; other cards have nearly as many. An A100 issues twice as many that are not float32
     sum        the head's gradient in float32 (losses/weight_gradient.py): every chunk reads and writes it
 
-What products read and write themselves is in their rate. Launches, and what a row costs beside its logits, are left
-out.
+The rate of products includes what they read and write themselves. Launches, and what a row costs in addition to its
+logits, are left out.
 """
 
 from collections.abc import Sequence

@@ -33,7 +33,7 @@ class Feeding:
             made with the trunk's states, and the earlier drafts of the round, each one position further. "window": the
             same with every row's trunk state and token d - 1 positions later. "first": rows made with the trunk's
             states alone. "none": itself alone.
-        first_row: whether a row of a zero state and token 0 stands before all others.
+        first_row: whether a row with a zero state and token 0 precedes all others.
         swapped: whether the halves of eh_proj are exchanged; no engine does that, but folders can be wrong.
     """
 

@@ -1,6 +1,6 @@
 """Drafting with DSpark: a block from left to right, up to the first token that is unlikely to be accepted.
 
-Letters in names: B batch, K drafts, M rank of the bias, X a state beside it, N draft vocabulary, V vocabulary.
+Letters in names: B batch, K drafts, M rank of the bias, X a further state, N draft vocabulary, V vocabulary.
 """
 
 from dataclasses import dataclass

@@ -41,7 +41,7 @@ class MisfitError(ValueError):
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers of a config that decoding needs beside tensors.
+    """Numbers of a config that decoding needs in addition to tensors.
 
     Attributes:
         block: rows and columns that share a scale, of FP8 in blocks.

@@ -24,7 +24,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpacked(words: Tensor, bits: int, count: int, order: Sequence[int] = ()) -> Tensor:
-    """Unsigned numbers of so many bits out of words of 32, along the last axis.
+    """Unpack unsigned numbers of this many bits from 32-bit words, along the last axis.
 
     Args:
         words: int32 [..., words].

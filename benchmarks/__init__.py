@@ -1,4 +1,4 @@
-"""Measurements of megatron-mtp against other ways to do the same; each prints one JSON object as its last line.
+"""Benchmarks of megatron-mtp against alternatives. Each prints one JSON object as its last line.
 
 harness.py      a benchmark's command: flags, sides in turns, peaks of memory, goals, the report
 sides.py        models in training, ours and Megatron's, that take the same steps

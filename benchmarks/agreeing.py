@@ -1,4 +1,4 @@
-"""A model of any size with random weights, whose depths agree with its trunk as often as wanted.
+"""A model of any size with random weights whose MTP layers match its trunk as often as requested.
 
 The speed of a forward pass does not depend on the weights, but the speed of drafting depends on acceptance. Here every
 transformer layer computes in full and adds nothing: its output projections are 0. So the trunk maps each token to the

@@ -1,4 +1,4 @@
-"""Audit of two equal folders against reading both once, and the peak of memory; a pair that differs beside it.
+"""Time an audit of two equal folders against reading both once, with peak memory; then a pair that differs.
 
     python benchmarks/audit.py --folder DIR    two folders of 2 GB
     python benchmarks/audit.py --quick         does it run? (small experts; the figures mean nothing)

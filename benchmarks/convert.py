@@ -1,4 +1,4 @@
-"""Conversion in both directions: few large tensors against a copy of the same files, and 4,000 small ones.
+"""Time conversions in both directions: few large tensors against a file copy, and 4,000 small ones.
 
     python benchmarks/convert.py --folder DIR    all parts, in a folder that has room for 24 GB
     python benchmarks/convert.py --part count    one of fp8, size and count

@@ -1,4 +1,4 @@
-"""How fast one text is decoded on a CPU: against what reading the weights takes, against transformers and llama.cpp.
+"""Time decoding of one request on a CPU: against reading the weights, against transformers and llama.cpp.
 
     python benchmarks/decoding.py                         both models, float32 and bfloat16
     python benchmarks/decoding.py --model small           the quickstart's model alone, or one of its shape

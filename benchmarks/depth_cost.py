@@ -1,4 +1,4 @@
-"""What MTP layers add to a training step: measured, by their arithmetic, and as `megatron-mtp plan` says.
+"""Time that MTP layers add to a training step: measured, by arithmetic, and as predicted by `megatron-mtp plan`.
 
     python benchmarks/depth_cost.py                    D = 1, 2 and 4 beside D = 0, in two sizes
     python benchmarks/depth_cost.py --cpu-time         one thread and its CPU time: for a machine that others use

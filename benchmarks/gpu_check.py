@@ -1,4 +1,4 @@
-"""What only a CUDA device can show; torch and Megatron are imported once, and every part is a fork with its own limit.
+"""Checks that need a CUDA device; torch and Megatron are imported once, and every part is a fork with its own limit.
 
     scripts/gpu_check.sh                                  all parts; figures in runs/gpu/PART.json as they come
     scripts/gpu_check.sh --short                          is training right, and how fast? (4 minutes at most)

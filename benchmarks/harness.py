@@ -1,4 +1,4 @@
-"""What every benchmark shares: its command line, interleaved timing, peaks of memory, goals, and the report.
+"""Shared by all benchmarks: command line, interleaved timing, memory peaks, goals, and the report.
 
 A benchmark is a function from its flags to what it `Found`; `main` runs it. Its sides are functions that do one step
 each, and take turns. The last line of a report is one JSON object

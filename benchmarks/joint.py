@@ -1,4 +1,4 @@
-"""The methods of arXiv:2407.09722 on one trunk: tokens a forward, perplexity and energy of sampled texts.
+"""The methods of arXiv:2407.09722 on one trunk: tokens per forward pass, perplexity and energy of sampled outputs.
 
     python benchmarks/joint.py                        the quickstart's trunk; a small model is trained first (a minute)
     python benchmarks/joint.py --folder DIR           the small model is kept there

@@ -1,4 +1,4 @@
-"""Minimum latency: one request at a time, strict and relaxed, of any server that speaks OpenAI's API.
+"""Minimum latency of any OpenAI-compatible server: one request at a time, strict and relaxed.
 
     python benchmarks/latency.py --server http://127.0.0.1:8000                 ten requests, 1,024 tokens in, 2,048 out
     python benchmarks/latency.py --server http://127.0.0.1:8000 --relaxed JSON  in turns with relaxed requests

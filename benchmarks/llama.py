@@ -1,4 +1,4 @@
-"""A dense model of ours as a Llama of transformers with its MTP modules: the same weights for a comparison of speed."""
+"""Convert a dense model to transformers' Llama with its MTP modules: the same weights, to compare speed."""
 
 from typing import Any
 

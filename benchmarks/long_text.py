@@ -1,4 +1,4 @@
-"""How a long text's tokens are decoded by a trunk of Mamba-2 alone: the 2,000th against the 200th, plain decoding.
+"""Plain decoding with a Mamba-2 trunk: time of the 2,000th token against the 200th.
 
     python benchmarks/long_text.py            by compiled code and by Megatron's modules
     python benchmarks/long_text.py --quick    does it run? (the figures mean nothing)

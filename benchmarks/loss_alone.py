@@ -1,4 +1,4 @@
-"""The head and the loss alone, in chunks and as Megatron's without fusion: peaks of a forward and a backward pass.
+"""Output layer and loss alone, in chunks and as in Megatron without fusion: peak memory of forward and backward.
 
 Both sides train the weight of one of Megatron's output layers, in Megatron's DDP, from the same hidden states [N, H] a
 depth. A peak is what the passes allocate above the weight, its `main_grad` and the states.

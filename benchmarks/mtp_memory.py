@@ -1,4 +1,4 @@
-"""What a depth costs in memory where vocabularies are large, against Megatron's own MTP, and what the step takes.
+"""Memory of one MTP layer with large vocabularies, against Megatron's own MTP, and the time of a step.
 
     python benchmarks/mtp_memory.py                            5 numbers of tokens x 65,536 and 131,072 entries
     python benchmarks/mtp_memory.py --vocab-sizes 65536        one vocabulary

@@ -1,4 +1,4 @@
-"""Several requests at once with a trained head: plain decoding, a fixed K, automatic K, and transformers one by one.
+"""Several requests at once with trained MTP layers: plain decoding, fixed K, automatic K, and transformers one by one.
 
     python benchmarks/serving.py                                    the quickstart's checkpoint; 1, 4, 16 and 64 texts
     python benchmarks/serving.py --checkpoint runs/attached/checkpoint --data-path runs/attached/data/corpus --texts 1 4

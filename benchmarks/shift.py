@@ -1,4 +1,4 @@
-"""What the shifts of a packed batch cost for all depths, against Megatron's rolling.
+"""Time to shift a packed batch for all MTP layers, against Megatron's rolling.
 
     python benchmarks/shift.py               512 documents, D = 4
     python benchmarks/shift.py --quick       does it run? (the figures mean nothing)

@@ -1,4 +1,4 @@
-"""Models in training, ours and Megatron's, that take the same steps: what benchmarks of training share.
+"""Models in training, ours and Megatron's, that run the same steps; shared by the training benchmarks.
 
 `set_up_megatron` once, then `both` or single sides; `Side.step()` is Megatron's own training step. All sides use
 Megatron's DDP, optimizer and schedule. They differ in the model (`GPTModelBuilder` against `MTPGPTModelBuilder`) and

@@ -1,4 +1,4 @@
-"""What does a second training cost on states that the first has kept (--mtp-state-cache)?
+"""Cost of a second training on states that the first has cached (--mtp-state-cache).
 
     python benchmarks/state_cache.py                     a dense trunk of four layers, trained here
     python benchmarks/state_cache.py --trunk NAME=DIR    a Hugging Face model in its place, such as SmolLM2-135M

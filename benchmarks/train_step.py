@@ -1,4 +1,4 @@
-"""What a training step with MTP depths costs, against Megatron's own MTP at the same setting.
+"""Time of a training step with MTP layers, against Megatron's own MTP with the same settings.
 
     python benchmarks/train_step.py                              a GPT, D = 1, 2 and 4
     python benchmarks/train_step.py --model attached             Megatron's GPT, whose MTP block `attach` runs

@@ -1,4 +1,4 @@
-"""Verbs of megatron-mtp in forks of this process, which imports Megatron once for all of them."""
+"""Run commands of megatron-mtp in forks of this process, which imports Megatron once for all of them."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Accepted length against the context, of drafters with a window and without one.
+"""Accepted length by context length, for drafters with and without an attention window.
 
     python benchmarks/windows.py                      one trunk, two EAGLE-3 drafters, sequences of 16,384 tokens
     python benchmarks/windows.py --folder DIR         trunk and drafters are kept there, and a cut run goes on

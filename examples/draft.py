@@ -1,4 +1,4 @@
-"""Draft with the MTP layers of a checkpoint, and say how many tokens a forward of the trunk gave.
+"""Draft with the MTP layers of a checkpoint, and print how many tokens each forward pass of the trunk gave.
 
 python examples/draft.py CHECKPOINT
 """

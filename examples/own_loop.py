@@ -1,4 +1,4 @@
-"""Train the MTP layers of a checkpoint in a loop of one's own, as an RL trainer or a fine-tuning script would.
+"""Train the MTP layers of a checkpoint in a custom loop, as in an RL trainer or a fine-tuning script.
 
     python examples/own_loop.py CHECKPOINT [STEPS]
 

@@ -1,4 +1,4 @@
-"""GRPO with drafted rollouts, in six arms: which draft head follows a policy best, and by which loss?
+"""GRPO with drafted rollouts, in six arms: which drafter follows a policy best, and with which loss?
 
     python examples/rl.py                                    five seeds of 60 steps; a run that was cut off goes on
     python examples/rl.py --arms frozen eagle3               some of the arms

@@ -1,19 +1,19 @@
 """Multi-Token Prediction for GPT models trained with Megatron-Core.
 
-common/        what every room uses: errors, files, progress, counts of accepted drafts
-spec/          what MTP layers and draft heads are, as plain data: settings, kinds, tables of names
-megatron/      all that is about Megatron's own code: runtime, CPU stand-ins, patches, distributed checkpoints
-data/          text to tokens to batches; the shifts of every depth
-model/         from arguments to a model: the trunk, the MTP block, sharing, freezing, initialization
-losses/        what the MTP layers are trained on
-checkpoint/    checkpoints read, converted between Hugging Face and Megatron, and proved equal
-heads/         kinds of drafters, a folder each; registered by entry points, and imported by no file
-decoding/      speculative decoding with the trained MTP layers
+common/        helpers that every package uses: errors, files, progress, acceptance counts
+spec/          settings of MTP layers and drafters as plain data: settings, kinds, tables of names
+megatron/      everything that depends on Megatron's own code: runtime, CPU substitutes, patches, checkpoints
+data/          text to tokens to batches, shifted by depth
+model/         from arguments to a model: trunk, MTP block, sharing, freezing, initialization
+losses/        losses of MTP layers and drafters
+checkpoint/    read checkpoints, convert them between Hugging Face and Megatron, and verify them
+heads/         kinds of drafters, a folder each; registered by entry points, never imported by name
+decoding/      speculative decoding with trained MTP layers
 training/      one run on Megatron's training loop
-attach.py      MTP layers on a model that Megatron or a framework has built, for training loops of its own
-server/        OpenAI's HTTP API in front of an engine of many texts
-recipes/       what others train drafters by, a YAML file each
-cli/           the verbs of megatron-mtp
+attach.py      MTP layers on a model that Megatron or a framework has built, for custom training loops
+server/        OpenAI-compatible HTTP server in front of an engine
+recipes/       published training settings, a YAML file each
+cli/           the commands of megatron-mtp
 __main__.py    python -m megatron_mtp
 extensions/    optional parts, which the core does not import
 """

@@ -1,4 +1,4 @@
-"""`python -m megatron_mtp` is `megatron-mtp`; under torchrun, `torchrun ... -m megatron_mtp train ...`."""
+"""Run `python -m megatron_mtp` as `megatron-mtp`; under torchrun, `torchrun ... -m megatron_mtp train ...`."""
 
 import sys
 

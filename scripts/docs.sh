@@ -12,4 +12,4 @@ python=${PYTHON:-.venv/bin/python}
 }
 site=$(realpath --canonicalize-missing "${1:-runs/site}")
 NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict --site-dir "$site"
-echo "$site/index.html"
+echo "$site/index.html; for the search: python -m http.server --directory $site"

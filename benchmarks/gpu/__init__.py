@@ -1,4 +1,4 @@
-"""The parts of gpu_check.py: what only a CUDA device can show. Each is a fork of a process that has imported all.
+"""Parts of gpu_check.py that need a CUDA device. Each runs in a fork of a process that has imported everything.
 
 run.py          a run: the processes that fork, the parts side by side or alone, what happened
 lines.py        the processes that fork: Megatron over gloo, on its own modules, on Transformer Engine's

@@ -1,4 +1,4 @@
-"""How often drafted texts part from plain decoding in bfloat16, where products of more rows round differently.
+"""How often drafted outputs diverge from plain decoding in bfloat16, where products of more rows round differently.
 
 A small model is trained on this repository's own source for a while; in float32 no text may part.
 """

@@ -1,4 +1,4 @@
-"""What a run ends with: a block to paste into an issue, of card, versions, what became of each part, and the ratios."""
+"""Final output of a run, to paste into an issue: card, versions, outcome of each part, and the ratios."""
 
 from collections import Counter
 from pathlib import Path

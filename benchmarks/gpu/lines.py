@@ -1,4 +1,4 @@
-"""The processes that fork: each has imported torch, Megatron and the package, and has not touched the device.
+"""The processes that fork: each has imported torch, Megatron and the package without touching the device.
 
     cpu      Megatron over gloo, without a device
     local    Megatron's own modules, Transformer Engine hidden

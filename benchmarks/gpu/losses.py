@@ -1,4 +1,4 @@
-"""The chunked losses on this device: values and gradients against float64, then memory and time beside all logits."""
+"""The chunked losses on this device: values and gradients against float64, then memory and time against all logits."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

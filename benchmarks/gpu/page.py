@@ -1,4 +1,4 @@
-"""docs/explanation/evidence_gpu.md from the records of several runs: each part with card, versions, date, command."""
+"""Write docs/explanation/evidence_gpu.md from the records of several runs: card, versions, date and command."""
 
 from collections.abc import Sequence
 from pathlib import Path

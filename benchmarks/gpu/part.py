@@ -1,4 +1,4 @@
-"""What a part is given, and the commands that it may run.
+"""What a part receives, and the commands that it may run.
 
 Importing it prepares Megatron for this machine.
 """

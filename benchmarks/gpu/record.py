@@ -1,4 +1,4 @@
-"""The JSON file of one part: written when the part begins, whenever it has new figures, and when it has ended.
+"""JSON file of one part: written when the part begins, whenever it has new results, and when it ends.
 
     {"part", "status", "why", "command", "date", "seconds", "hardware", "versions",
      "results", "tables", "goals", "not run"}

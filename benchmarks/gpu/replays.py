@@ -1,4 +1,4 @@
-"""CUDA graphs of other steps than those of `drafting.graphs`: sampled, rejecting, of mtp_eagle, with experts."""
+"""CUDA graphs of steps other than those of `drafting.graphs`: sampled, rejecting, mtp_eagle, with experts."""
 
 import contextlib
 import os

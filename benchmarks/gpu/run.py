@@ -1,4 +1,4 @@
-"""A run: what the parts find, in a folder that tells what has happened at any time.
+"""A run: results of the parts, in a folder that shows the progress at any time.
 
     PART.json    its record, from its beginning on
     PART.log     what it printed; LINE.log of the processes that fork

@@ -1,4 +1,4 @@
-"""A server on this device: what it drafts is what plain decoding emits, for texts that come at once."""
+"""A server on this device: concurrent requests with drafts emit the same tokens as plain decoding."""
 
 import json
 import re

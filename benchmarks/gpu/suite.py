@@ -1,4 +1,4 @@
-"""The repository's unit tests on this device."""
+"""Run the repository's unit tests on this device."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Training on this device: parity with the CPU, in FP8 too, and costs beside Megatron's own MTP."""
+"""Training on this device: parity with the CPU, including FP8, and cost compared with Megatron's own MTP."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Contents of a Hugging Face folder or a Megatron checkpoint, from names and shapes; copies alone are read."""
+"""Contents of a Hugging Face folder or a Megatron checkpoint, from names and shapes; only copies are read."""
 
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,13 @@ from megatron_mtp.megatron.checkpoint.reader import (
 
 
 def inspect(folder: Path, check: bool = False) -> dict[str, Any]:
-    """Facts of a folder or checkpoint, by name; what does not convert is described as far as it can be read.
+    """Return facts about a folder or checkpoint, by name; what does not convert is described as far as it can be read.
 
     Returns:
-        The facts; `ok` is false for what is damaged, or does not hold what its config says.
+        The facts; `ok` is false if it is damaged, or lacks what its config specifies.
 
     Raises:
-        ValueError: nothing of a model can be read, or, with `check`, the checksums of a checkpoint's entries differ.
+        ValueError: nothing of a model can be read, or, with `check`, checksums of a checkpoint's entries differ.
     """
     try:
         if drafter_kind(folder) and not check:
@@ -53,7 +53,7 @@ def inspect(folder: Path, check: bool = False) -> dict[str, Any]:
 
 
 def _described(folder: Path) -> dict[str, Any]:
-    """Facts about a drafter, or what does not convert; ValueError if neither tensors nor a config can be read."""
+    """Return facts about a drafter, or why it does not convert. Raise ValueError if nothing can be read."""
     side = open_side(folder)
     if not side.tensors and not (isinstance(side, HFSide) and side.keys):
         raise ValueError(side.findings[0].says)
@@ -62,7 +62,7 @@ def _described(folder: Path) -> dict[str, Any]:
 
 
 def names(folder: Path, rows: bool = False) -> list[Any]:
-    """The name table of a folder, or of a checkpoint's export: a line for every kind of rule, or `rows` for each rule.
+    """Return the name table of a folder, or of a checkpoint's export: a line per kind of rule, or `rows` per rule.
 
     Raises:
         ValueError: it is neither of the two, is damaged, or no family has a place for the checkpoint's model.

@@ -1,4 +1,4 @@
-"""A model built from the arguments of its checkpoint, in one process: for proofs, not for training."""
+"""Build a model from the arguments of its checkpoint in one process, for verification, not for training."""
 
 import contextlib
 import io
@@ -18,9 +18,9 @@ from megatron_mtp.model.build import build, join_world
 
 
 def load_model(folder: Path) -> LanguageModule:
-    """Load a checkpoint's model in float32 and evaluation mode; ValueError where Megatron cannot run it.
+    """Load a checkpoint's model in float32 and evaluation mode. Raise ValueError if Megatron cannot run it.
 
-    A drafter beside MTP layers is left out.
+    If the checkpoint has MTP layers and a drafter, the drafter is left out.
     """
     reader = DistReader(folder)
     args = alone(reader.common()["args"], is_drafter=False)
@@ -33,7 +33,7 @@ def load_model(folder: Path) -> LanguageModule:
 def model_of(stored: Namespace, draft_vocabulary: Tensor | None = None) -> LanguageModule:
     """Build a model from the arguments of a checkpoint, with random weights and in evaluation mode.
 
-    `draft_vocabulary` has the ids [N] of the tokens that the MTP layers draft; None for all.
+    `draft_vocabulary` has the ids [N] of the tokens that the MTP layers may draft; None for all.
     """
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all arguments
         join_world(alone=True)
@@ -43,7 +43,7 @@ def model_of(stored: Namespace, draft_vocabulary: Tensor | None = None) -> Langu
 
 
 def fill(model: LanguageModule, reader: DistReader, parts: tuple[str, ...] = ("",)) -> None:
-    """Load parameters by Megatron's loader, those whose names begin with one of `parts`; ValueError on faults."""
+    """Load the parameters whose names begin with one of `parts`, by Megatron's loader. Raise ValueError on faults."""
     check_query_norms(reader, str(reader.folder))
     metadata = dist_checkpointing.load_content_metadata(str(reader.folder)) or {}
     every = model.sharded_state_dict(metadata=metadata)

@@ -1,6 +1,6 @@
-"""`megatron-mtp attach MODEL CORPUS RUN`: MTP layers for a Hugging Face model, trained on its frozen trunk.
+"""`megatron-mtp attach MODEL CORPUS RUN`: train MTP layers for a Hugging Face model on its frozen trunk.
 
-Every step is a verb of this command line, in a process of its own. A finished step is not repeated, so the same command
+Every step is a `megatron-mtp` command in its own process. Finished steps are not repeated, so the same command
 continues after an interruption.
 """
 
@@ -46,7 +46,7 @@ The same command continues after an interruption. Use another RUN for another mo
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Run all steps, or the one of --only; returns 0, or the exit status of the step that failed."""
+    """Run all steps, or the one of --only. Return 0, or the exit status of the step that failed."""
     with sentences(program):
         settings = checked(given_settings(arguments, program))
         check_run(settings)
@@ -82,7 +82,7 @@ def main(arguments: list[str], program: str) -> int:
 
 
 def given_settings(arguments: list[str], program: str) -> AttachSettings:
-    """The settings that a command line gives, unchecked."""
+    """Parse the settings of a command line without checking them."""
     own = parser(program)
     given, more = own.parse_known_args(arguments)
     if given.recipe is not None:
@@ -92,7 +92,7 @@ def given_settings(arguments: list[str], program: str) -> AttachSettings:
 
 
 def parser(program: str) -> Parser:
-    """The parser of the flags that `train` does not have."""
+    """Create the parser of the flags that `train` does not have."""
     made = Parser(
         program,
         description="Add MTP layers or a drafter to a Hugging Face model: train them on the frozen trunk, measure "
@@ -177,7 +177,7 @@ def parser(program: str) -> Parser:
 
 
 def _run(step: Step, settings: AttachSettings) -> int:
-    """Run a step in a process of its own, unless it is finished; returns its exit status."""
+    """Run a step in its own process, unless it is finished. Return its exit status."""
     with sentences(f"{PROGRAM} attach"):
         command = step.left_command(settings)
         if command is None:
@@ -192,7 +192,7 @@ def _run(step: Step, settings: AttachSettings) -> int:
 
 
 def _probe(settings: AttachSettings) -> int:
-    """Run every trial of the probe that is left; one that fails is the worst. Returns the exit status."""
+    """Run every remaining trial of the probe; a trial that fails ranks last. Return the exit status."""
     while (trial := left_trial(settings)) is not None:
         if (status := _run(STEPS["probe"], settings)) == INTERRUPTED:
             return status
@@ -203,7 +203,7 @@ def _probe(settings: AttachSettings) -> int:
 
 
 def _only(step: Step, settings: AttachSettings) -> int:
-    """Run the step of --only in this process; steps of a folder that there can be none of are left out.
+    """Run the step of --only in this process; skip steps that do not apply to the folder.
 
     Of the probe it is one trial, and the table once all are finished.
     """
@@ -223,7 +223,7 @@ def _only(step: Step, settings: AttachSettings) -> int:
 
 
 def _warned(settings: AttachSettings) -> bool:
-    """Return whether the attached model has no Hugging Face form, and print that before the training."""
+    """Return whether the attached model has no Hugging Face form, and print a warning before the training."""
     start = settings.run / "start"
     if settings.drafter or not start.is_dir():
         return False

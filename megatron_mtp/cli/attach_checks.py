@@ -1,4 +1,4 @@
-"""What `megatron-mtp attach` refuses before the first step takes its time."""
+"""Checks of `megatron-mtp attach` before the first step."""
 
 import math
 import shutil
@@ -19,7 +19,7 @@ LEAST_TEXTS = 25
 
 
 def checked(settings: AttachSettings) -> AttachSettings:
-    """Settings whose steps can run, with the folder and depths of the donor. Raises ValueError where one cannot."""
+    """Return settings that can run, with the donor's folder and MTP layers filled in. Raise ValueError otherwise."""
     settings = _with_donor(settings)
     if not (settings.model / "config.json").is_file():
         raise ValueError(f"{settings.model} has no config.json; give the folder of a Hugging Face model.")
@@ -29,7 +29,7 @@ def checked(settings: AttachSettings) -> AttachSettings:
 
 
 def check_flags_of_train(settings: AttachSettings, own: Parser) -> None:
-    """Refuse flags that `train` would refuse, or that attach sets itself. Raises ValueError."""
+    """Reject flags that `train` would reject or that attach sets itself. Raise ValueError."""
     for word in names_of(settings.more):
         if word in SET_BY_ATTACH:
             raise ValueError(f"{word} is set by attach; give {SET_BY_ATTACH[word]} in its place.")
@@ -49,7 +49,7 @@ def check_flags_of_train(settings: AttachSettings, own: Parser) -> None:
 
 
 def _with_donor(settings: AttachSettings) -> AttachSettings:
-    """Find the donor, and take as many layers as it has. Raises ValueError where flags contradict each other."""
+    """Find the donor, and use as many layers as it has. Raise ValueError if flags contradict each other."""
     if settings.donor is None and settings.mtp_init == "donor":
         raise ValueError("--mtp-init donor needs --donor MODEL, a model with MTP layers.")
     if settings.donor is None:
@@ -71,7 +71,7 @@ def _with_donor(settings: AttachSettings) -> AttachSettings:
 
 
 def _check(settings: AttachSettings) -> None:
-    """Raises ValueError for what a later step would refuse, after those before it have taken their time."""
+    """Raise ValueError for what a later step would refuse, before earlier steps take their time."""
     check_counts(settings, "mtp_layers", "unroll", "steps", "sequence", "batch", "save_every")
     if settings.unroll is not None and settings.mtp_layers not in (None, 1):
         raise ValueError(
@@ -127,7 +127,7 @@ def _check(settings: AttachSettings) -> None:
 
 
 def _check_texts(settings: AttachSettings) -> None:
-    """Raises ValueError where flags of own texts do not fit."""
+    """Raise ValueError if flags do not match the user's texts."""
     count = settings.self_generated
     if count is not None and count < LEAST_TEXTS:
         raise ValueError(f"--self-generated is {count}; give {LEAST_TEXTS} or more: 2 % of the samples are held out.")

@@ -1,7 +1,7 @@
-"""The guard of `megatron-mtp attach`: MTP layers that draft worse than those that they began as are not exported.
+"""Regression check of `megatron-mtp attach`: MTP layers that draft worse after training are not exported.
 
-The same held-out documents were drafted before and after the training. For all of them, and for every source of eight
-documents or more apart, the gain in expected accepted length has the standard error of a bootstrap over documents.
+The same held-out documents are evaluated before and after training. The gain in expected accepted length, over all
+documents and for each source with at least eight documents, has a bootstrap standard error over documents.
 """
 
 import json
@@ -20,7 +20,7 @@ ALL = "all text"
 
 
 class Gain(NamedTuple):
-    """Expected accepted lengths before and after the training, and the error of their difference."""
+    """Expected accepted lengths before and after training, and the standard error of their difference."""
 
     before: float
     after: float
@@ -28,12 +28,12 @@ class Gain(NamedTuple):
 
     @property
     def is_worse(self) -> bool:
-        """Whether it has fallen beyond the error."""
+        """Whether it fell by more than the error allows."""
         return self.after < self.before - self.error
 
 
 def gains(before: BySource, after: BySource) -> dict[str, Gain]:
-    """The gain of all documents, and of every source."""
+    """Return the gain over all documents, and for each source."""
     begun, trained = with_others(before), with_others(after)
     found = {ALL: _gain(_documents(before), _documents(after))} if before and after else {}
     return found | {name: _gain(begun[name], trained[name]) for name in begun if name in trained and len(begun) > 1}
@@ -52,10 +52,10 @@ def _gain(before: dict[int, AcceptanceStats], after: dict[int, AcceptanceStats])
 
 
 def check_gain(settings: AttachSettings) -> None:
-    """Keep the gains in the record of the trained checkpoint.
+    """Store the gains in the record of the trained checkpoint.
 
     Raises:
-        ValueError: the layers draft worse than before, on all held-out text or on a source of it.
+        ValueError: the layers draft worse than before, on all held-out text or for one source.
     """
     record = settings.run / "checkpoint" / RECORD
     found = gains(read_documents(settings.run / "before"), read_documents(settings.run))

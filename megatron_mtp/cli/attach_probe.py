@@ -1,12 +1,12 @@
-"""The probe of `megatron-mtp attach`: a learning rate and a loss by successive halving, within a budget of steps.
+"""Probe of `megatron-mtp attach`: choose a learning rate and a loss by successive halving, within a budget of steps.
 
-The budget: what is spent beside the training is at most 15 % of its steps, where a step and a batch of an evaluation
-count alike. The evaluations before, in and after the training (the guard) take up to half, but not fewer than three.
-The rest is the probe's: every candidate is trained for R steps from the beginning, the better half again for 2R, and
-the best of that round is chosen by its expected accepted length on held-out text. Where R would be below 50 there is
-no probe, and the defaults are taken; so it is with flags that leave nothing to choose.
+Everything besides the training may cost at most 15 % of its steps, where a batch of an evaluation counts as one step.
+The evaluations before, during and after training get up to half of that, but at least three batches. The rest is for
+the probe: every candidate is trained for R steps from scratch, the better half again for 2R, and the best of that round
+by expected accepted length on held-out text is used. If R would be below 50, there is no probe and the defaults are
+used; the same applies if flags leave nothing to choose.
 
-RUN/probe has a folder for every trial, and RUN/probe.json the table. A finished trial is not repeated.
+RUN/probe has a folder for every trial, and RUN/probe.json the table. Finished trials are not repeated.
 """
 
 import json
@@ -23,11 +23,11 @@ from megatron_mtp.common.files import written_beside
 from megatron_mtp.training.run_files import METRICS, read_rows
 
 SHARE = 0.15
-"""Part of the training's steps that probe and guard take together."""
+"""Fraction of the training's steps that probe and regression check may take together."""
 LEAST_STEPS, MOST_EVALUATIONS = 50, 10
 RATE, RATES = "5e-4", ("5e-4", "1.5e-3", "1.5e-4")
 LOSS, LOSSES = "kd", ("kd", "lk")
-"""The defaults, and what the probe chooses from."""
+"""The default, and the losses that the probe chooses from."""
 TABLE, TRIALS = "probe.json", "probe"
 
 
@@ -36,9 +36,9 @@ class ProbeBudget:
     """Steps of a training, and batches of its evaluations.
 
     Attributes:
-        interval: steps between evaluations in the training.
-        guard: batches of all evaluations around the training.
-        rounds: of the probe: trials, and steps of each; none without a probe.
+        interval: steps between evaluations during training.
+        guard: batches of all evaluations for the training.
+        rounds: rounds of the probe: trials, and steps of each; empty without a probe.
         evaluated: batches of a trial's evaluation.
     """
 
@@ -54,7 +54,7 @@ class ProbeBudget:
 
 
 def budget_of(settings: AttachSettings) -> ProbeBudget:
-    """The budget of a run, by the rule above."""
+    """Compute the budget of a run by the rule above."""
     batches, most = int(settings.evaluated_batches), int(SHARE * settings.steps)
     evaluations = min(max(most // (2 * batches) - 2, 1), MOST_EVALUATIONS)
     interval = -(-settings.steps // evaluations)
@@ -70,12 +70,12 @@ def budget_of(settings: AttachSettings) -> ProbeBudget:
 
 
 def default(settings: AttachSettings) -> TrainingChoice:
-    """The settings without a probe."""
+    """Return the settings without a probe."""
     return candidates(settings)[0]
 
 
 def candidates(settings: AttachSettings) -> list[TrainingChoice]:
-    """What the probe chooses from: what the flags leave open. The first is the default."""
+    """Return the candidates for everything that flags do not set. The first one is the default."""
     rates = RATES if settings.learning_rate is None else (settings.learning_rate,)
     losses = LOSSES if settings.loss is None and not settings.drafter else (settings.loss,)
     return [TrainingChoice(rate, loss) for loss in losses for rate in rates]
@@ -83,28 +83,28 @@ def candidates(settings: AttachSettings) -> list[TrainingChoice]:
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate, trained for so many steps."""
+    """A candidate, trained for a number of steps."""
 
     choice: TrainingChoice
     steps: int
     folder: Path
 
     def command(self, settings: AttachSettings, batches: int) -> list[str]:
-        """The verb and its arguments."""
+        """Return the command and its arguments."""
         once = f"--eval-iters {batches} --eval-interval {self.steps + 1}".split()  # after the last step alone
         load = ["--load", beginning(settings), "--finetune", "--mtp-metrics-dir", str(self.folder)]
         return ["train", *training_of(settings, self.choice, self.steps), *once, *load]
 
     @property
     def length(self) -> float | None:
-        """Expected accepted length after it; None where it is not finished, 0 where it failed."""
+        """Return the expected accepted length after it; None if it is not finished, 0 if it failed."""
         with suppress(ValueError):
             rows = [row for row in read_rows(self.folder) if row["split"] == "validation"]
             return next((float(row[EXPECTED_LENGTH]) for row in rows if EXPECTED_LENGTH in row), None)
         return None
 
     def fail(self) -> None:
-        """Record that it did not get through: its loss diverged, or it has no memory."""
+        """Record that it failed: its loss diverged, or it ran out of memory."""
         self.folder.mkdir(parents=True, exist_ok=True)
         row = {"iteration": self.steps, "split": "validation", EXPECTED_LENGTH: 0.0}
         with written_beside(self.folder / METRICS) as beside:
@@ -112,7 +112,7 @@ class Trial:
 
 
 def rounds(settings: AttachSettings) -> Iterator[list[Trial]]:
-    """The trials of every round whose trials before are finished."""
+    """Return the trials of every round whose previous trials are finished."""
     chosen = candidates(settings)
     for count, steps in budget_of(settings).rounds:
         folders = (settings.run / TRIALS / f"{each.loss or 'own'}-{each.rate}-{steps}" for each in chosen[:count])
@@ -124,7 +124,7 @@ def rounds(settings: AttachSettings) -> Iterator[list[Trial]]:
 
 
 def left_trial(settings: AttachSettings) -> Trial | None:
-    """The next trial to run, or the one of --trial; None where all are finished."""
+    """Return the next trial to run, or the one of --trial; None if all are finished."""
     trials = [trial for each in rounds(settings) for trial in each]
     if settings.trial is not None:
         trials = trials[settings.trial : settings.trial + 1] if settings.trial < len(candidates(settings)) else []
@@ -132,14 +132,14 @@ def left_trial(settings: AttachSettings) -> Trial | None:
 
 
 def choice(settings: AttachSettings) -> TrainingChoice:
-    """The best of the last round; the default without a probe, or before it has ended."""
+    """Return the best trial of the last round; the default without a finished probe."""
     *_, last = [[], *rounds(settings)]
     finished = [trial for trial in last if trial.length]
     return max(finished, key=lambda trial: trial.length or 0).choice if finished else default(settings)
 
 
 def keep_table(settings: AttachSettings) -> dict[str, Any] | None:
-    """Write the table of a finished probe, and print it; returns it, None without a probe."""
+    """Write and print the table of a finished probe, and return it; None without a probe."""
     trials = [trial for each in rounds(settings) for trial in each]
     if not trials:
         return None

@@ -1,4 +1,4 @@
-"""The settings of a recipe as flags of `megatron-mtp attach`, which sets some of `train` itself."""
+"""Settings of a recipe as flags of `megatron-mtp attach`, which sets some flags of `train` itself."""
 
 from megatron_mtp.cli.attach_settings import names_of
 from megatron_mtp.common.errors import Parser
@@ -12,17 +12,17 @@ OF_ATTACH = {
     "mtp-unroll": "unroll",
     "drafter": "drafter",
 }
-"""Flags of `train` that attach has under a name of its own."""
+"""Flags of `train` for which attach has its own name."""
 
 SET_BY_ATTACH = ("mtp-num-layers", "mtp-use-repeated-layer", "mtp-train-only", "mtp-loss-scaling-factor")
 """Settings that are the same in every training by attach with passes of one layer."""
 
 
 def recipe_words(name: str, own: Parser, arguments: list[str]) -> list[str]:
-    """The words that a recipe adds to a command line of attach; prints them.
+    """Print and return the words that a recipe adds to a command line of attach.
 
     Raises:
-        ValueError: there is no such recipe, it trains the trunk, or it is for another kind of head.
+        ValueError: there is no such recipe, it trains the trunk, or it is for another kind of drafter.
     """
     chosen, typed = recipe.read(name), named_flags(arguments, own)
     if chosen.trunk == "trained":

@@ -1,4 +1,4 @@
-"""What a folder RUN of `megatron-mtp attach` was begun with: finished steps depend on it."""
+"""Record of the settings that a RUN folder of `megatron-mtp attach` was started with. Finished steps depend on them."""
 
 import json
 import os
@@ -10,13 +10,13 @@ from megatron_mtp.common.files import is_inside, remove, written_beside
 from megatron_mtp.spec.config import flag_of
 
 RECORD = "attach.json"
-"""In RUN: the settings of its first start, on which finished steps depend."""
+"""File in RUN with the settings of its first start, on which finished steps depend."""
 KEPT = "model corpus load mtp_layers unroll mtp_init donor drafter drafter_init recipe loss self_generated".split()
 """Names of these settings."""
 
 
 def check_run(settings: AttachSettings) -> None:
-    """Raises ValueError where RUN was begun with other settings, or --overwrite would remove what is none of ours."""
+    """Raise ValueError if RUN was started with other settings, or --overwrite would remove files of other programs."""
     file = settings.run / RECORD
     other = "--dry-run" if settings.dry_run else "--only" if settings.only else None
     if settings.overwrite and other:
@@ -43,7 +43,7 @@ def check_run(settings: AttachSettings) -> None:
 
 
 def keep_settings(settings: AttachSettings) -> None:
-    """Write them at the first start of a RUN, of which --overwrite removes everything before."""
+    """Write the settings at the first start of RUN. --overwrite first removes everything."""
     if settings.overwrite:
         remove(settings.run)
     if not (settings.run / RECORD).exists():
@@ -53,7 +53,7 @@ def keep_settings(settings: AttachSettings) -> None:
 
 
 def _kept(settings: AttachSettings) -> dict[str, Any]:
-    """The settings of `KEPT` as a run keeps them in its file, with absolute paths."""
+    """Return the settings of `KEPT` as a run stores them in its file, with absolute paths."""
     kept = {name: getattr(settings, name) for name in KEPT}
     return kept | {name: os.path.abspath(kept[name]) for name in ("model", "corpus", "load", "donor") if kept[name]}
 

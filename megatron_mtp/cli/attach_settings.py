@@ -1,4 +1,4 @@
-"""What `megatron-mtp attach` was asked for, and the flags of other verbs among that."""
+"""Settings of `megatron-mtp attach`, and flags of other commands among them."""
 
 import shlex
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from megatron_mtp.training.flags import CHAT_FLAGS
 
 @dataclass(frozen=True)
 class AttachSettings:
-    """Values of the flags, which their help describes (`attach.py`).
+    """Values of the flags; see their help (`attach.py`).
 
     Attributes:
-        more: flags of `train` and their values, as they were written.
+        more: flags of `train` with their values, as written.
     """
 
     model: Path
@@ -64,18 +64,18 @@ SET_BY_ATTACH = {
 }
 """Flags of `train` on which other steps depend, and the flag of attach for each."""
 OF_CHATS = [flag_of(name) for name in CHAT_FLAGS]
-"""Flags of `train` that say how chats are tokenized: they are the corpus's, and not the training's."""
+"""Flags of `train` for tokenizing chats, which attach applies to the corpus instead."""
 OF_FIT = ["--drafter-layers", "--mtp-draft-vocab-size", "--mtp-draft-vocab-file"]
-"""Flags of `train` that describe a drafter, which `convert fit-drafter` has too."""
+"""Flags of `train` that describe a drafter and that `convert fit-drafter` also has."""
 
 
 def offered_losses() -> list[str]:
-    """All but mix, whose weights are a flag of train more."""
+    """Return all losses but mix, which needs a further flag of train for its weights."""
     return [name for name in LOSSES.names() if name != "mix"]
 
 
 def words_of_launch(command: str) -> list[str]:
-    """The words of --launch. Raises ValueError where it is not a command."""
+    """Split --launch into words. Raise ValueError if it is not a command."""
     try:
         return shlex.split(command)
     except ValueError as error:
@@ -83,11 +83,11 @@ def words_of_launch(command: str) -> list[str]:
 
 
 def names_of(more: list[str]) -> list[str]:
-    """Names of the flags among these words."""
+    """Return the flag names among these words."""
     return [word.partition("=")[0].replace("_", "-") for word in more if word.startswith("--")]
 
 
 def words_of(more: list[str], flags: list[str]) -> list[str]:
-    """These flags among others, with their values."""
+    """Return these flags with their values, from a list of words."""
     named = [next((word for word in reversed(more[: at + 1]) if word.startswith("--")), "") for at in range(len(more))]
     return [word for word, flag in zip(more, named, strict=True) if flag in flags]

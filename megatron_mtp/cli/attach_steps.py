@@ -1,4 +1,4 @@
-"""The steps of `megatron-mtp attach`: what each makes, when it is left to do, and the verb that does it."""
+"""Steps of `megatron-mtp attach`: the output of each, whether it still has to run, and its command."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ from megatron_mtp.megatron.runtime import quieten
 from megatron_mtp.training.run_files import DOCUMENTS
 
 DRAFTED_PROMPTS, DRAFTED_TOKENS = 6, 32
-"""Pieces of held-out documents that are continued by drafting at the end, and tokens of each."""
+"""Number of held-out pieces to continue with drafts at the end, and tokens of each."""
 
 
 def _nothing(settings: AttachSettings) -> None:
@@ -36,17 +36,17 @@ def _nothing(settings: AttachSettings) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """A step, which is a verb in a process of its own.
+    """A step, which runs a command in its own process.
 
     Attributes:
-        name: in --only.
-        makes: what it makes, for the output.
-        is_left: whether the settings need it, and it is not finished; verbs that find that out by themselves are left.
-        command: the verb and its arguments.
-        check: what is refused before it; raises ValueError.
+        name: name for --only.
+        makes: description of its output, to print.
+        is_left: whether the settings need it and it is not finished. Commands that find this out themselves always run.
+        command: the command and its arguments.
+        check: checks before it; raises ValueError.
         prepare: what this process does before it runs.
         on_ranks: whether --launch starts it.
-        of_the_folder: whether it is left out where no Hugging Face folder can hold the model.
+        of_the_folder: whether to skip it if no Hugging Face format supports the model.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Step:
     of_the_folder: bool = False
 
     def left_command(self, settings: AttachSettings) -> list[str] | None:
-        """The verb and its arguments; None if it is finished, or not needed."""
+        """Return the command and its arguments; None if it is finished or not needed."""
         return self.command(settings) if self.is_left(settings) else None
 
 
@@ -81,7 +81,7 @@ def _prefix(settings: AttachSettings) -> str:
 
 
 def _check_split(settings: AttachSettings) -> None:
-    """Raises ValueError where the corpus has too few documents to hold some out, before anything is fitted to it."""
+    """Raise ValueError if the corpus has too few documents to hold some out, before any fit."""
     is_trained_on = settings.self_generated is None and not {"--data-path", "--split"} & {*names_of(settings.more)}
     if is_trained_on and Path(f"{_prefix(settings)}.idx").exists():
         check_split([_prefix(settings)], SPLIT)
@@ -100,7 +100,7 @@ def _trunk(settings: AttachSettings) -> list[str]:
 
 
 def _has_lost_depths(model: Path) -> bool:
-    """True if the model's config counts MTP layers that are not there; new ones are trained in their place."""
+    """Return whether the model's config counts MTP layers that are missing; new layers are trained instead."""
     quieten()
 
     from megatron_mtp.checkpoint.convert.plan import has_lost_depths
@@ -171,7 +171,7 @@ def _train(settings: AttachSettings) -> list[str]:
 
 
 def _tracker(settings: AttachSettings) -> Path:
-    """The file that the training writes last."""
+    """Return the file that the training writes last."""
     from megatron_mtp.megatron.checkpoint import TRACKER
 
     return settings.run / "checkpoint" / TRACKER
@@ -200,7 +200,7 @@ def _export(settings: AttachSettings) -> list[str]:
 
 
 def family_of(settings: AttachSettings) -> str | None:
-    """The family of the exported folder; None for the model's own, or the one that fits."""
+    """Return the family of the exported folder; None for the model's own, or the one that fits."""
     return settings.family or (None if settings.donor is not None else "glm4_moe")
 
 
@@ -221,7 +221,7 @@ def _draft(settings: AttachSettings) -> list[str]:
 
 
 def _held_out(settings: AttachSettings) -> Path:
-    """The file of prompts from documents that the training held out."""
+    """Return the file of prompts from documents that the training held out."""
     return settings.run / "data" / "held_out.jsonl"
 
 
@@ -280,4 +280,4 @@ _ALL = (
     Step("draft", "drafting", lambda settings: settings.load is None, _draft, prepare=_write_held_out),
 )
 STEPS = {step.name: step for step in _ALL}
-"""The steps in their order."""
+"""The steps, in order."""

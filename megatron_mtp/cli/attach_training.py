@@ -1,4 +1,4 @@
-"""What every training and evaluation of `megatron-mtp attach` is given: data, model, and settings of the training."""
+"""Arguments of all trainings and evaluations of `megatron-mtp attach`: data, model and training settings."""
 
 import json
 from pathlib import Path
@@ -10,18 +10,18 @@ from megatron_mtp.spec.kinds import DRAFTERS
 
 SPLIT = "98,2,0"
 PASSES = 2
-"""Default of --unroll: the best number that docs/explanation/evidence_losses.md has measured."""
+"""Default of --unroll: the best number measured in docs/explanation/evidence_losses.md."""
 
 
 class TrainingChoice(NamedTuple):
-    """A learning rate as it is written, and a loss; None for a drafter's own."""
+    """A learning rate, as text, and a loss; None for a drafter's own loss."""
 
     rate: str
     loss: str | None
 
 
 def training_of(settings: AttachSettings, chosen: TrainingChoice, steps: int) -> list[str]:
-    """The flags of a training or an evaluation; flags of the command line come later and override them."""
+    """Return the flags of a training or evaluation; flags of the command line come later and override them."""
     passes = passes_of(settings)
     repeated = "" if passes is None else f"--mtp-use-repeated-layer --mtp-unroll {passes} "
     trained = f"--mtp-num-layers {settings.mtp_layers or 1} {repeated}--mtp-train-only --mtp-loss-scaling-factor 1"
@@ -45,33 +45,33 @@ def training_of(settings: AttachSettings, chosen: TrainingChoice, steps: int) ->
 
 
 def trunk_of(settings: AttachSettings) -> str:
-    """The trunk in Megatron's form."""
+    """Return the trunk's Megatron checkpoint."""
     return str(settings.load or f"{settings.run}/trunk")
 
 
 def beginning(settings: AttachSettings) -> str:
-    """The checkpoint that the training begins from."""
+    """Return the checkpoint that the training starts from."""
     return trunk_of(settings) if settings.drafter and not fits_drafter(settings) else f"{settings.run}/start"
 
 
 def fits_drafter(settings: AttachSettings) -> bool:
-    """True if a drafter begins as a fit to the corpus."""
+    """Return whether a drafter is initialized by a fit to the corpus."""
     init = settings.drafter_init or ("random" if is_chat_file(settings.corpus) else "fitted")
     return settings.drafter is not None and DRAFTERS[settings.drafter].can_be_fitted and init == "fitted"
 
 
 def trained_on(settings: AttachSettings) -> str:
-    """The prefix of the corpus of trainings and evaluations."""
+    """Return the prefix of the corpus of trainings and evaluations."""
     return f"{settings.run}/data/{'corpus' if settings.self_generated is None else 'own'}"
 
 
 def passes_of(settings: AttachSettings) -> int | None:
-    """Passes of one MTP layer; None for layers that have one pass each, and for a drafter."""
+    """Return the number of passes of one MTP layer; None for layers with one pass each, and for a drafter."""
     return settings.unroll or (PASSES if settings.mtp_layers is None and settings.drafter is None else None)
 
 
 def is_chat_file(corpus: str) -> bool:
-    """True if it is a file of conversations."""
+    """Return whether it is a file of conversations."""
     if not corpus.endswith(".jsonl") or not Path(corpus).is_file():
         return False
     with open(corpus, encoding="utf-8", errors="replace") as file:

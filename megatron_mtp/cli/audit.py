@@ -1,6 +1,6 @@
-"""`megatron-mtp audit A [B]`: what is in a checkpoint, and whether two are the same model.
+"""`megatron-mtp audit A [B]`: describe a checkpoint, or decide whether two are the same model.
 
-Exit status 0: sound, or equal. 1: findings that are more than notes. 2: bad input.
+Exit status 0: sound, or equal. 1: findings that are more than notes. 2: invalid input.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from megatron_mtp.common.errors import Parser, named, status_of
 
 FOUND = 1
-"""Exit status where something was found."""
+"""Exit status if there are findings."""
 
 EXAMPLES = """examples:
   # what a folder holds: trunk, MTP layers, copies, data types; does its config match its files
@@ -30,13 +30,13 @@ EXAMPLES = """examples:
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Run the audit; bad input ends with one sentence and exit status 2."""
+    """Run the audit. Invalid input ends with one sentence and exit status 2."""
     args = parser(program).parse_args(arguments)
     return status_of(program, lambda: run(args))
 
 
 def parser(program: str) -> Parser:
-    """The parser of the command's flags."""
+    """Create the parser of the command."""
     made = Parser(
         program,
         description="Describe any Hugging Face folder or Megatron checkpoint, or explain how two differ, with advice "
@@ -60,7 +60,7 @@ def parser(program: str) -> Parser:
 
 
 def run(args: Namespace) -> int:
-    """Audit and print; returns the exit status. Raises ValueError where a path is not a model or a flag is wrong."""
+    """Audit, print and return the exit status. Raise ValueError if a path is not a model or a flag is wrong."""
     if args.text is not None and not args.logits:
         raise ValueError(f"--text is {args.text}, whose tokens only --logits reads; add --logits, or leave --text out.")
     if args.text is not None and not args.text.is_file():
@@ -89,7 +89,7 @@ def run(args: Namespace) -> int:
 
 
 def text_of(result: dict[str, Any]) -> str:
-    """The result for people: what each side is, the findings, and the verdict."""
+    """Format the result as text: each side, the findings, and the verdict."""
     lines = [line for side in result["sides"] for line in _side(side)]
     for finding in result["findings"]:
         where = f" of {finding['side']}" if finding["side"] and len(result["sides"]) > 1 else ""
@@ -117,7 +117,7 @@ def _side(side: dict[str, Any]) -> list[str]:
 
 
 def _drafts(found: dict[str, Any]) -> str:
-    """`MTP, by 'num_nextn_predict_layers'; embedding half first; fed after the final norm`."""
+    """Return `MTP, by 'num_nextn_predict_layers'; embedding half first; fed after the final norm`."""
     key = f", by '{found['key']}'" if found["key"] else ""
     if "stages" in found:
         block = found["block"] or "not in the config"
@@ -134,14 +134,14 @@ def _size(count: int) -> str:
 
 
 def _count(found: dict[str, Any]) -> str:
-    """`3`, or what config and files say where they differ."""
+    """Return `3`, or what config and files say if they differ."""
     if found["config"] is None or found["config"] == found["files"]:
         return str(found["files"])
     return f"{found['files']} (config: {found['config']})"
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """The last line: sound, equal, or how much was found."""
+    """Return the last line: sound, equal, or the number of findings."""
     counts = {kind: sum(one["severity"] == kind for one in result["findings"]) for kind in ("error", "warning")}
     equal = f"{result['compared']['equal']} tensors are equal bit by bit; " if "compared" in result else ""
     if result["ok"]:

@@ -1,9 +1,9 @@
-"""`megatron-mtp check FOLDER`: is what the folder's MTP layers draft accepted as `mtp_acceptance.json` says?
+"""`megatron-mtp check FOLDER`: compare the measured acceptance of a model's drafts with `mtp_acceptance.json`.
 
-Prompts are cut from a text, one of each document where there are enough, or are the turns of chats. The model continues
-them, here or behind a server, and every draft is counted by its prompt. Errors are of a bootstrap over documents.
+Prompts are cut from a text, one per document if there are enough, or are the user turns of chats. The model continues
+them, locally or behind a server, and drafts are counted by prompt. Standard errors are bootstrapped over documents.
 
-Exit status 0: accepted as recorded, or more. 1: less. 2: bad input.
+Exit status 0: accepted as recorded, or more. 1: less. 2: invalid input.
 """
 
 import json
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from megatron_mtp.decoding.runner import Runner
 
 LESS = 1
-"""Exit status where drafts are accepted less than recorded."""
+"""Exit status if drafts are accepted less often than recorded."""
 LEAST_DRAFTS = 64
 SIDES = (2.5, 97.5)
-"""Percentiles of the resampled figures that are shown."""
+"""Percentiles of the bootstrap that are shown."""
 COUNTERS = ("spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_per_pos_total")
-"""Ends of names in /metrics of vLLM and of `serve`."""
+"""Suffixes of names in /metrics of vLLM and `serve`."""
 
 EXAMPLES = """examples:
   # an export, quantized or not, on text held out from training
@@ -47,18 +47,18 @@ EXAMPLES = """examples:
 """
 
 NumberedPrompts = list[tuple[int, list[int]]]
-"""The number of the document, and token ids."""
+"""Document number, and token ids."""
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Draft, compare and print; bad input ends with one sentence and exit status 2."""
+    """Draft, compare and print. Invalid input ends with one sentence and exit status 2."""
     args = parser(program).parse_args(arguments)
     quieten()
     return status_of(program, lambda: run(args))
 
 
 def parser(program: str) -> Parser:
-    """The parser of the command's flags."""
+    """Create the parser of the command."""
     made = Parser(
         program,
         description="Continue prompts with a model that has MTP layers, and compare the acceptance of its drafts with "
@@ -92,7 +92,7 @@ def parser(program: str) -> Parser:
 
 
 def run(args: Namespace) -> int:
-    """Measure, print and compare; returns the exit status. Raises ValueError for bad input."""
+    """Measure, print and compare; return the exit status. Raise ValueError for invalid input."""
     from megatron_mtp.checkpoint.hf.hub import local_folder
     from megatron_mtp.data.tokenizer import end_tokens, read_tokenizer
 
@@ -116,7 +116,7 @@ def run(args: Namespace) -> int:
 
 
 def _check(args: Namespace) -> None:
-    """Raises ValueError for a value that is not allowed."""
+    """Raise ValueError for a value that is not allowed."""
     check_counts(args, "prompts", "prompt_tokens", "max_new_tokens", "batch_size")
     if not 0 <= args.tolerance < 1:
         raise ValueError(f"--tolerance is {args.tolerance:g}; give 0 or more, and less than 1.")
@@ -139,7 +139,7 @@ def _tokenizer_of(folder: Path) -> Path | None:
 
 
 def _prompts(args: Namespace, tokenizer: "PreTrainedTokenizerBase") -> NumberedPrompts:
-    """Turns of chats, or pieces of documents, evenly spread over both. Raises ValueError where there are too few."""
+    """Return turns of chats, or pieces of documents, evenly spaced. Raise ValueError if there are too few."""
     from megatron_mtp.data.corpus import TEXT_FILES, find_files, list_documents, read_document
     from megatron_mtp.data.prompts import UserTurns
 
@@ -172,7 +172,7 @@ def _drafted(
     tokenizer: "PreTrainedTokenizerBase",
     ends: frozenset[int],
 ) -> list[AcceptanceStats]:
-    """What our engine accepts, by prompt; a folder is converted into a temporary one."""
+    """Measure what this package's engine accepts, by prompt; a folder is converted into a temporary one."""
     import torch
 
     from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
@@ -195,7 +195,7 @@ def _drafted(
 
 
 def _method(runner: "Runner", positions: int) -> "SpeculativeConfig":
-    """As many drafts as were recorded: of so many MTP layers, or of one that is repeated."""
+    """Return a method with as many drafts as were recorded, from that many MTP layers or one repeated layer."""
     from megatron_mtp.decoding.config import SpeculativeConfig
 
     if runner.depths == positions and not runner.shares_kv:
@@ -233,7 +233,7 @@ def _served(
     tokenizer: "PreTrainedTokenizerBase",
     ends: frozenset[int],
 ) -> list[AcceptanceStats]:
-    """What a server accepts, by prompt: one at a time, and what its counters have grown by."""
+    """Measure what a server accepts, one prompt at a time, from the increase of its counters."""
     from megatron_mtp.cli.served_texts import TextServer
 
     args.batch_size = 1
@@ -258,7 +258,10 @@ def _served(
 
 
 def _counters(url: str) -> tuple[int, list[int]]:
-    """Drafts, and accepted tokens by position, since the server has begun. Raises ValueError for one that has none."""
+    """Return drafts, and accepted tokens by position, since the server's start.
+
+    Raise ValueError for a server without them.
+    """
     with from_extra("openai", "--server", "prometheus_client"):
         from prometheus_client.parser import text_string_to_metric_families
 
@@ -289,7 +292,7 @@ def _counters(url: str) -> tuple[int, list[int]]:
 def _compared(
     args: Namespace, documents: list[int], of_prompts: list[AcceptanceStats], recorded: list[float]
 ) -> dict[str, Any]:
-    """The result. Raises ValueError where there are too few drafts to compare."""
+    """Return the result. Raise ValueError if there are too few drafts to compare."""
     count = len(set(documents))
     units: dict[int, AcceptanceStats] = {}
     for place, (document, stats) in enumerate(zip(documents, of_prompts, strict=True)):
@@ -325,7 +328,7 @@ def _compared(
 
 
 def text_of(result: dict[str, Any]) -> str:
-    """The result for people: a table by position, and the verdict."""
+    """Format the result as text: a table by position, and the verdict."""
     lines = ["position   recorded   accepted"]
     rows = zip(*(result[name] for name in ("recorded acceptance", "acceptance", "acceptance error")), strict=True)
     lines += [

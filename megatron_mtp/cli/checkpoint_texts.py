@@ -1,4 +1,4 @@
-"""Continuations by a checkpoint: the engine runs some at a time, and drafts with what the model has for that."""
+"""Sampling from a checkpoint: the engine runs several prompts at a time and drafts with the model's MTP layers."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class Checkpoint:
-    """A model that Megatron saved.
+    """A checkpoint saved by Megatron.
 
     Args:
         args: flags of `sample`.
 
     Attributes:
-        settings: on which texts depend, by the name of the flag.
+        settings: settings that samples depend on, by flag name.
         tokenizer: folder of its tokenizer.
 
     Raises:
@@ -59,7 +59,7 @@ class Checkpoint:
         }
 
     def start(self, tokenizer: "PreTrainedTokenizerBase", ends: frozenset[int]) -> int:
-        """Load the model, whose texts end with these ids; returns the positions of a prompt with its continuation."""
+        """Load the model and set the end tokens. Return the number of positions of a prompt and its continuation."""
         import torch
 
         from megatron_mtp.data.tokenizer import entries
@@ -74,7 +74,7 @@ class Checkpoint:
         return self._runner.positions
 
     def continue_all(self, prompts: Iterable[tuple[int, list[int]]], keep: Callable[[Sample], object]) -> None:
-        """Continue every numbered prompt, taken as places become free, and `keep` it."""
+        """Continue every numbered prompt, taking the next one when a place is free, and `keep` each result."""
         from megatron_mtp.decoding.engine import Engine, blocks_for
         from megatron_mtp.decoding.requests import Finish, Request
         from megatron_mtp.decoding.scheduler import EngineSettings
@@ -109,7 +109,7 @@ class Checkpoint:
 
 
 def _default_method(runner: "Runner") -> "SpeculativeConfig | None":
-    """Drafts of the MTP layers or of a drafter as they were trained, where there are any; None for plain decoding."""
+    """Return drafting by the MTP layers or a drafter as trained; None, for plain decoding, without either."""
     from megatron_mtp.decoding.config import SpeculativeConfig
 
     if runner.kind and runner.kind in DRAFTERS:

@@ -1,8 +1,8 @@
-"""Convert checkpoints between Hugging Face and Megatron, inspect, edit and verify them.
+"""Convert checkpoints between Hugging Face and Megatron; inspect, edit and verify them.
 
-It reads the flags, calls `megatron_mtp.checkpoint` and prints what was done. Exit status 2 is a user's mistake;
-`verify`, also as a flag, exits with 1 for a difference, and with 3 if no logits were compared; `inspect` exits with 1
-for what is damaged in part, and `--dry-run` for what does not fit on the disk.
+Parses flags, calls `megatron_mtp.checkpoint` and prints what was done. Exit status 2 is a user error. `verify`, also as
+a flag, exits with 1 for a difference and 3 if no logits were compared; `inspect` exits with 1 for partial damage, and
+`--dry-run` with 1 if the disk is too small.
 """
 
 import json
@@ -46,14 +46,14 @@ EXAMPLES = """examples:
 An interrupted conversion leaves DST.partial; the same command with --resume continues it.
 """
 DIFFERENT, UNCOMPARED = 1, 3
-"""Exit status: a difference or damage was found, or a plan does not fit; logits could not be compared."""
+"""Exit statuses: a difference or damage was found, or a plan does not fit; logits could not be compared."""
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZED = ("fp8", "fp8-channel", "nvfp4")
 WORKERS, FORMS = default_workers(), ", ".join(trained_forms())
 
 
 def main(arguments: list[str], program: str = "megatron-mtp convert") -> int:
-    """Run one command of `convert`, print what was done, and return its exit status."""
+    """Run one `convert` subcommand, print what was done, and return its exit status."""
     with sentences(program):
         args = parser(program).parse_args(arguments)
     advice = "the same command with --resume goes on" if "resume" in args else ""
@@ -61,7 +61,7 @@ def main(arguments: list[str], program: str = "megatron-mtp convert") -> int:
 
 
 def convert(args: Namespace) -> int:
-    """Run the command, print what was done, and return the exit status; ValueError for a user's mistake."""
+    """Run the subcommand, print what was done, and return the exit status. Raise ValueError for a user error."""
     quieten()
     started = time.monotonic()
     try:
@@ -80,7 +80,7 @@ def convert(args: Namespace) -> int:
 
 
 def write(args: Namespace) -> dict[str, Any]:
-    """Write what a command plans, or describe it where --dry-run is given."""
+    """Write the planned output, or describe it with --dry-run."""
     text, graft = getattr(args, "text", None), args.command == "graft"
     if text is not None and not text.exists():
         raise ValueError(f"--text is {text}, which is not there; give a file or a folder of text.")
@@ -106,7 +106,7 @@ def write(args: Namespace) -> dict[str, Any]:
 
 
 def look(args: Namespace) -> dict[str, Any]:
-    """`convert inspect`."""
+    """Run `convert inspect`."""
     from megatron_mtp.checkpoint.inspecting import inspect, names
 
     found = inspect(args.source, args.check)
@@ -114,7 +114,7 @@ def look(args: Namespace) -> dict[str, Any]:
 
 
 def prove(args: Namespace) -> dict[str, Any]:
-    """`convert verify`."""
+    """Run `convert verify`."""
     return proof(
         local_folder(args.source), args.target, args.text, args.drafter_layer_ids_count, args.trust_remote_code
     )
@@ -127,10 +127,10 @@ def proof(
     layer_ids_count: str | None = None,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """Whether the source, the folder of a model or of a drafter or another checkpoint, is the same as a checkpoint.
+    """Verify that a source (model folder, drafter folder or another checkpoint) is the same model as a checkpoint.
 
     Raises:
-        ValueError: a text was given for what is not a model's folder, or one side cannot be read.
+        ValueError: a text was given for something other than a model folder, or one side cannot be read.
     """
     from megatron_mtp.checkpoint.hf.folder import drafter_kind
     from megatron_mtp.checkpoint.verify.forms import verify_forms
@@ -153,7 +153,7 @@ def proof(
 
 
 def text_of(result: dict[str, Any]) -> str:
-    """The result for people: a line per fact."""
+    """Format the result as text, one line per fact."""
     lines = []
     for check in result.pop("checks", []):
         sign = "none" if not check["made"] else "ok  " if check["ok"] else "FAIL"
@@ -171,7 +171,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of `convert`: its line in `--help`, its positional arguments with their names there, its flags."""
+    """A subcommand of `convert`: its line in `--help`, its positional arguments and their names, its flags."""
 
     line: str
     operands: dict[str, str]
@@ -331,7 +331,7 @@ COMMANDS = {
 
 
 def parser(program: str) -> Parser:
-    """The parser of all commands and flags; it exits with status 2 on an unknown or malformed flag."""
+    """Create the parser of all subcommands and flags. It exits with status 2 on an unknown or malformed flag."""
     names = textwrap.fill(", ".join(sorted(FAMILIES)), 100, initial_indent="  ", subsequent_indent="  ")
     made = Parser(
         program,

@@ -1,4 +1,4 @@
-"""The conversion that a command of `convert` asks for, from its flags."""
+"""Conversion plans for the subcommands of `convert`, from their flags."""
 
 import math
 import re
@@ -17,7 +17,7 @@ SHARD = "5GB"
 
 
 def plan_of(args: Namespace, how: "Options") -> "Conversion":
-    """The conversion that a command asks for; ValueError for what it refuses."""
+    """Return the conversion plan of a subcommand. Raise ValueError for invalid flags."""
     source, target = args.source, args.target
     match args.command:
         case "hf-to-mcore":
@@ -82,7 +82,7 @@ def _fit_drafter(args: Namespace, quiet: bool) -> "Conversion":
 
 
 def init(args: Namespace) -> "Init":
-    """Initialization that attach-mtp's flags ask for; ValueError for flags that are out of range, or of another way."""
+    """Return the initialization for attach-mtp's flags. Raise ValueError for flags out of range or for another mode."""
     from megatron_mtp.checkpoint.convert.edit import Init
     from megatron_mtp.checkpoint.convert.fitting import FitData
 
@@ -99,7 +99,7 @@ def init(args: Namespace) -> "Init":
 
 
 def options(args: Namespace) -> "Options":
-    """Options of a conversion, from the flags that the command has; ValueError where one is out of range."""
+    """Return the conversion options from the subcommand's flags. Raise ValueError if one is out of range."""
     import torch
 
     from megatron_mtp.checkpoint.convert.quantizing import Quantize
@@ -119,7 +119,7 @@ def options(args: Namespace) -> "Options":
 
 
 def size(text: str) -> int:
-    """Bytes of '5GB', '500MB' or a number; ValueError for anything else."""
+    """Parse '5GB', '500MB' or a number to bytes. Raise ValueError for anything else."""
     match = re.fullmatch(r"(\d+\.?\d*)\s*([KMG]I?B)?", text.strip().upper())
     unit = match[2] or "" if match else ""
     power = "KMG".find(unit[:1]) + 1 if unit else 0

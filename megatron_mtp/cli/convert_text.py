@@ -1,4 +1,4 @@
-"""Acceptance on the text of `convert --text`: before and after an export, or of a donor and of the grafted model."""
+"""Acceptance on the text of `convert --text`: before and after an export, or of a donor and the grafted model."""
 
 import json
 import subprocess
@@ -11,16 +11,16 @@ from megatron_mtp.cli.convert_plans import options
 
 PACKAGE = "megatron_mtp"
 LEAST_TOKENS, MEASURED_TOKENS = 32, 512
-"""Tokens of a sequence in which --text measures acceptance; a shorter text is one sequence."""
+"""Sequence length for measuring acceptance on --text; a shorter text is one sequence."""
 ENOUGH = 100_000
-"""Characters of a document that hold as many tokens."""
+"""Characters of a document that are sure to contain this many tokens."""
 
 
 def measurable_tokens(args: Namespace, models: list[Path]) -> int:
-    """Tokens of a sequence of --text, at most MEASURED_TOKENS; nothing is written yet.
+    """Return the sequence length for --text, at most MEASURED_TOKENS, before anything is written.
 
     Raises:
-        ValueError: `acceptances` could not run a model, has no tokenizer of it to read --text with, or too little text.
+        ValueError: `acceptances` could not run a model, there is no tokenizer to read --text with, or too little text.
     """
     from megatron_mtp.checkpoint.convert.graft import open_side
     from megatron_mtp.data.corpus import TEXT_FILES, find_files, list_documents, read_document
@@ -49,16 +49,16 @@ def measurable_tokens(args: Namespace, models: list[Path]) -> int:
 
 
 def acceptances(models: dict[str, Path], checkpoint: Path, tokens: int, args: Namespace) -> dict[str, dict[str, float]]:
-    """Acceptance by depth and expected accepted length on --text, as `evaluate` finds them in processes of their own.
+    """Measure acceptance by depth and expected accepted length on --text, with `evaluate` in separate processes.
 
     Args:
         models: folders or checkpoints by name.
-        checkpoint: that sequences have to fit.
-        tokens: of a sequence, at most.
-        args: of the command.
+        checkpoint: model whose positions limit the sequence length.
+        tokens: maximum sequence length.
+        args: flags of the command.
 
     Raises:
-        ValueError: one cannot be measured.
+        ValueError: a model cannot be measured.
     """
     from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
     from megatron_mtp.megatron.checkpoint.iterations import is_checkpoint

@@ -1,4 +1,4 @@
-"""Cost of a generation: the prompts of a run under one clock, alone or in turns with plain decoding; its figures."""
+"""Cost of a generation: time the prompts of a run, alone or alternating with plain decoding, and report the result."""
 
 import math
 import time
@@ -17,16 +17,17 @@ from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.megatron import cpu
 
 WARM_UP = 8
-"""Tokens that are generated before the clock starts, so that no side pays for what is made only once."""
+"""Tokens generated before timing starts, so that no side pays for one-time costs."""
 TURNS, LEAST_SECONDS, MOST_SECONDS = 3, 1.0, 20.0
-"""Drafting and plain decoding are compared for so many turns, and for so long, at least: a process that has just begun
-is a third slower for a second. After the most seconds no further turn is taken."""
+"""Minimum number of rounds and seconds for comparing drafting with plain decoding, because a new process is a third
+slower for a second. After the maximum, no further round starts.
+"""
 NO_METER = "zeus (the extra `energy`) is not installed, or finds no counter that it may read"
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of all batches of a run: wall-clock seconds, prompts included, and energy where there is a meter."""
+    """Cost of all batches of a run: wall-clock seconds including prompts, and energy if there is a meter."""
 
     stats: AcceptanceStats
     seconds: float
@@ -34,13 +35,13 @@ class Cost:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of all texts a second."""
+        """New tokens per second, over all outputs."""
         return self.stats.emitted / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The prompts of a run in batches of `batch`, generated under one clock; the others as in `generate`."""
+    """Prompts of a run in batches of `batch`, generated under one clock; other arguments as in `generate`."""
 
     runner: Runner
     prompts: list[list[int]]
@@ -55,7 +56,7 @@ class Workload:
     def timed(
         self, config: SpeculativeConfig | None, emit: Callable[[Update], None] | None = None
     ) -> tuple[list[list[int]], Cost]:
-        """Continue all prompts; `emit` receives every step of a text, by the text's number in the run."""
+        """Continue all prompts. `emit` gets every step of an output, by the prompt's index in the run."""
 
         self._generated(config, 0, 1, min(WARM_UP, self.new_tokens))
         self.runner.auto_counts.clear()  # first steps are slower than those that follow
@@ -66,7 +67,7 @@ class Workload:
         return [ids for part in parts for ids in part.token_ids], cost
 
     def perplexity(self, config: SpeculativeConfig | None) -> float:
-        """Perplexity of the new tokens of all texts, by the trunk's distribution at temperature 1."""
+        """Return the perplexity of all new tokens under the trunk's distribution at temperature 1."""
         found = [one.logprob for part in self._all(config, logprobs=0) for text in part.logprobs for one in text]
         return math.exp(-math.fsum(found) / len(found))
 
@@ -76,7 +77,7 @@ class Workload:
         emit: Callable[[Update], None] | None = None,
         logprobs: int | None = None,
     ) -> list[Generated]:
-        """Every batch of the run."""
+        """Return every batch of the run."""
         batches = range(0, len(self.prompts), self.batch)
         return [self._generated(config, first, self.batch, self.new_tokens, emit, logprobs) for first in batches]
 
@@ -89,7 +90,7 @@ class Workload:
         emit: Callable[[Update], None] | None = None,
         logprobs: int | None = None,
     ) -> Generated:
-        """The batch that begins with prompt `first`."""
+        """Return the batch that begins with prompt `first`."""
         prompts = self.prompts[first : first + batch]
         seeds = [self.seed + first + number for number in range(len(prompts))]
         each = None if emit is None else lambda update: emit(replace(update, request=first + update.request))
@@ -97,11 +98,12 @@ class Workload:
         return generate(self.runner, prompts, new, *given)
 
     def compared(self, config: SpeculativeConfig, texts: list[list[int]]) -> tuple[Cost, Cost, bool | None]:
-        """Costs of drafting and of plain decoding, and whether plain decoding emits `texts` too.
+        """Return the costs of drafting and of plain decoding, and whether plain decoding also emits `texts`.
 
-        The run that made `texts` does not count: it also read them out, and whatever is compiled or loaded once was
-        made in it. The costs are medians of the turns. Several ranks take one turn, since their clocks might not agree
-        on another. Sampled texts differ, though their distribution does not: for them it is None.
+        The run that generated `texts` is not timed: it also printed them, and included one-time compilation and
+        loading. Costs are medians over alternating rounds. Several ranks run one round, because their clocks might not
+        agree on further ones. Sampled outputs differ although their distribution does not; the third result is then
+        None.
         """
         drafting, plain, same = list[Cost](), list[Cost](), True
         turns, least = (TURNS, LEAST_SECONDS) if torch.distributed.get_world_size() == 1 else (1, 0.0)
@@ -120,7 +122,10 @@ def _median(costs: list[Cost]) -> Cost:
 
 
 def start_meter() -> Callable[[], float | None]:
-    """A function that returns the joules since now, of this process's GPU or of the CPUs; None without a meter."""
+    """Return a function that returns the joules used since now, by this process's GPU or the CPUs.
+
+    None without a meter.
+    """
     on_cpu = cpu.installed()
     try:
         from zeus.monitor import ZeusMonitor
@@ -146,12 +151,12 @@ def summary(
     same: bool | None = None,
     perplexities: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
-    """The figures under the names of `--json`.
+    """Return the results under the names of `--json`.
 
     Args:
-        plain: what plain decoding of the same prompts cost.
+        plain: cost of plain decoding of the same prompts.
         same: whether it emitted the same tokens.
-        perplexities: of the texts that drafting emitted, and of those of plain decoding.
+        perplexities: perplexities of the outputs of drafting and of plain decoding.
     """
     stats = cost.stats
     figures: dict[str, Any] = {
@@ -181,7 +186,7 @@ def summary(
 
 
 def table(figures: dict[str, Any], sampled: bool) -> str:
-    """The comparison as lines for a terminal."""
+    """Format the comparison for a terminal."""
     rates, joules = figures["accepted_per_position"], figures["energy_joules_per_token"]
     rows = [
         *((f"acceptance at position {place}", f"{100 * rate:.1f} %") for place, rate in enumerate(rates, start=1)),

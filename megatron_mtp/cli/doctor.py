@@ -1,6 +1,6 @@
-"""`megatron-mtp doctor`: what this machine has, what the absence of each thing costs, and whether training can run.
+"""`megatron-mtp doctor`: check this machine for missing components, what each one costs, and whether training can run.
 
-Checks of what training needs decide the exit status. Functions of Megatron that are replaced are listed too.
+Only checks that training needs decide the exit status. Replaced Megatron functions are listed too.
 """
 
 import importlib.metadata
@@ -28,7 +28,7 @@ from megatron_mtp.spec.registry import Registry
 
 DISTRIBUTION = "megatron-mtp"
 FITS = "supported is"
-"""What is said of a package whose version is one of those that are supported."""
+"""Text for a package with a supported version."""
 
 EXTRAS = {
     "serve": "the server of OpenAI's HTTP API",
@@ -37,14 +37,15 @@ EXTRAS = {
     "muon": "--optimizer muon",
     "energy": "joules a token",
 }
-"""Extras of pyproject.toml, with what they are for; Transformer Engine has a line of its own."""
+"""Extras of pyproject.toml and their purpose; Transformer Engine has its own line."""
 
 KNOWN, UNKNOWN = "known version", "unknown version"
-"""States of a patch by the installed version alone."""
+"""States of a patch, judged only by the installed version."""
 
 EXAMINATIONS: Registry[Verb] = Registry("megatron_mtp.examinations", {})
-"""What extensions and other packages examine: each is a flag, by which its `main` runs in the place of the checks, and
-takes no argument but --json."""
+"""Checks of extensions and other packages. Each is a flag whose `main` runs instead of the built-in checks; its only
+argument is --json.
+"""
 
 EXAMPLES = """examples:
   megatron-mtp doctor            # for people
@@ -61,10 +62,10 @@ class Component:
     """A row of the report.
 
     Attributes:
-        found: version or name; None if it is not there.
-        ok: it is there, in a version that is supported.
-        needed: training cannot run here without it.
-        says: what is supported, or what the absence costs.
+        found: version or name; None if missing.
+        ok: whether it is present in a supported version.
+        needed: whether training requires it.
+        says: what is supported, or what its absence costs.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Component:
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Print the checks; exit status 0 if training can run on this machine, 1 if not."""
+    """Print the checks. Exit status 0 if training can run on this machine, 1 if not."""
     with sentences(program):
         args = parser(program).parse_args(arguments)
     if args.examination is not None:
@@ -93,7 +94,7 @@ def main(arguments: list[str], program: str) -> int:
 
 
 def parser(program: str) -> Parser:
-    """The flags of the verb."""
+    """Create the parser of the command."""
     made = Parser(
         program,
         description="Check this machine for missing or slow components, and whether training can run.",
@@ -115,7 +116,7 @@ def parser(program: str) -> Parser:
 
 
 def text_of(checks: list[Component], patches: list[dict[str, str]], can_train: bool) -> str:
-    """A line for all packages that fit, one for every other check, three for every patch, and the verdict."""
+    """Format one line for all packages that fit, one for every other check, three for every patch, and the verdict."""
     fitting = [check for check in checks if check.ok and check.says.startswith(FITS)]
     signs = {check: "ok  " if check.ok else "FAIL" if check.needed else "-   " for check in checks}
     width = max(len(check.name) for check in checks)
@@ -131,7 +132,7 @@ def text_of(checks: list[Component], patches: list[dict[str, str]], can_train: b
 
 
 def check_versions() -> list[Component]:
-    """Python and every package that ours requires, against the ranges of pyproject.toml."""
+    """Check Python and every required package against the version ranges of pyproject.toml."""
     try:
         about = importlib.metadata.metadata(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -150,7 +151,7 @@ def check_versions() -> list[Component]:
 
 
 def check_extras() -> list[Component]:
-    """What each extra of pyproject.toml installs, and what is missing of it."""
+    """Check what each extra of pyproject.toml installs, and what is missing."""
     checks = []
     for extra, gives in EXTRAS.items():
         lines = importlib.metadata.requires(DISTRIBUTION) or [] if _installed(DISTRIBUTION) else []
@@ -164,7 +165,7 @@ def check_extras() -> list[Component]:
 
 
 def check_machine() -> list[Component]:
-    """Cores, memory and disk of this machine."""
+    """Report cores, memory and disk of this machine."""
     import psutil
 
     memory, disk = psutil.virtual_memory(), shutil.disk_usage(Path.cwd())
@@ -188,7 +189,7 @@ def _installed(name: str) -> str | None:
 
 
 def check_device() -> list[Component]:
-    """The CUDA device, and the libraries over which processes communicate."""
+    """Report the CUDA device and the communication libraries."""
     torch = _torch()
     if torch is None:
         return []
@@ -215,7 +216,7 @@ def _torch() -> ModuleType | None:
 
 
 def check_kernels() -> list[Component]:
-    """Libraries that make training faster."""
+    """Report libraries that make training faster."""
     found, torch = _installed("transformer-engine"), _torch()
     costs = "Megatron's own modules and plain attention take its place: slower on a CUDA device, and no FP8"
     broken = None if found is None or torch is None else why_not("transformer_engine.pytorch")
@@ -236,7 +237,7 @@ def check_kernels() -> list[Component]:
 
 
 def _apex() -> Component:
-    """NVIDIA's Apex has fused optimizers; another project has the same name."""
+    """Check NVIDIA's Apex, which has fused optimizers; another project has the same name."""
     spec = importlib.util.find_spec("apex")
     places = [] if spec is None else list(spec.submodule_search_locations or [])
     if any((Path(place) / "optimizers").is_dir() for place in places):
@@ -251,10 +252,10 @@ def _apex() -> Component:
 
 
 def patch_rows(probe: bool) -> list[dict[str, str]]:
-    """The table of `patches/table.py` with the state of each row; empty where torch or Megatron is missing.
+    """Return the table of `patches/table.py` with the state of each row; empty if torch or Megatron is missing.
 
     Args:
-        probe: ask the installed functions, which imports Megatron; else their versions alone.
+        probe: whether to test the installed functions, which imports Megatron, or only compare versions.
     """
     if _torch() is None or _installed("megatron-core") is None:
         return []

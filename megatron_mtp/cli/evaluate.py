@@ -1,6 +1,6 @@
-"""`megatron-mtp evaluate`: losses and acceptance by depth of a checkpoint on a text, by the evaluation of training.
+"""`megatron-mtp evaluate`: report losses and acceptance by depth of a checkpoint on a text.
 
-It is `train` with `--skip-train` and `DEFAULTS`; every flag of `train` may follow and overrides them.
+It is `train` with `--skip-train` and `DEFAULTS`; all flags of `train` are accepted and take precedence.
 """
 
 import json
@@ -29,13 +29,13 @@ OTHER_DATA = (
     "--chat --mock-data --train-data-path --valid-data-path --test-data-path --data-args-path "
     "--per-split-data-args-path"
 ).split()
-"""Flags of `train` that give data instead of `--data-path`."""
+"""Flags of `train` that replace `--data-path`."""
 
 SIZES = "seq_length", "micro_batch_size", "drafter_blocks"
-"""Arguments of ours that `train` has too: figures of other sequences or blocks do not compare."""
+"""Our arguments that `train` also has. Results with other sequences or blocks cannot be compared."""
 
 TRUST = "--trust-remote-code"
-"""A flag of `train` that the corpus of `--text` needs as well."""
+"""A flag of `train` that the corpus of `--text` also needs."""
 
 EXAMPLES = f"""examples:
   # all text of a folder, with the tokenizer of the training
@@ -57,7 +57,7 @@ All flags of `megatron-mtp train` are accepted as well. Defaults:
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Evaluate a checkpoint and print the result; bad input exits with one sentence and status 2."""
+    """Evaluate a checkpoint and print the result. Invalid input ends with one sentence and exit status 2."""
     args, rest = parser(program).parse_known_args(arguments)
     given, rest = train.parse_run(program, rest)
     with quiet(given.verbose, notes=sys.stderr) as output:
@@ -103,7 +103,7 @@ def main(arguments: list[str], program: str) -> int:
 
 
 def parser(program: str) -> Parser:
-    """The parser of the flags that `train` does not have."""
+    """Create the parser of the flags that `train` does not have."""
     made = Parser(
         program,
         description="Report losses, acceptance by depth and expected accepted length of a checkpoint on text.",
@@ -133,7 +133,7 @@ def parser(program: str) -> Parser:
 
 
 def _tokens(text: str) -> int:
-    """A number of tokens, such as 512 or 2k."""
+    """Parse a number of tokens, such as 512 or 2k."""
     digits, thousands = text.removesuffix("k"), text.endswith("k")
     if not digits.isdecimal() or int(digits) < 1:
         raise ArgumentTypeError(f"'{text}' is not a number of tokens; give one such as 512 or 2k.")
@@ -141,7 +141,7 @@ def _tokens(text: str) -> int:
 
 
 def _data_flags(args: Namespace, folder: Path, trust: list[str]) -> list[str]:
-    """Flags for tokenizer and data; `--text` becomes a corpus in `folder`, made with the flags `trust`."""
+    """Return flags for tokenizer and data; `--text` becomes a corpus in `folder`, made with the flags `trust`."""
     from megatron_mtp.data.sentence_pieces import model_in
     from megatron_mtp.megatron.checkpoint.iterations import SENTENCE_PIECES, run_tokenizer
     from megatron_mtp.megatron.checkpoint.reader import DistReader

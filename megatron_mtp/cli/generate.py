@@ -1,4 +1,4 @@
-"""`megatron-mtp generate`: a checkpoint and prompts in, texts and their cost out."""
+"""`megatron-mtp generate`: generate text with speculative decoding, and report its cost."""
 
 import json
 import sys
@@ -36,11 +36,12 @@ OF_OTHER_GENERATORS = {
     **dict.fromkeys(("--max-tokens", "--num-predict", "--n-predict"), "--max-new-tokens"),
     "--file": "--prompt-file",
 }
-"""Flags of vLLM, SGLang, llama.cpp and others, and what to give in their place."""
+"""Flags of vLLM, SGLang, llama.cpp and others, and what to use instead."""
 
 DRAFTS = "drafts.json"
-"""Written to `--record`: {"config": {"method": "mtp", ...}, "figures": {...}, "pieces": {"12": " the", ...}, "texts":
-[{"prompt": [5, 12], "steps": [as `Update.as_json`, ...]}, ...]}"""
+"""Contents of the file for `--record`: {"config": {"method": "mtp", ...}, "figures": {...}, "pieces": {"12": " the",
+...}, "texts": [{"prompt": [5, 12], "steps": [as `Update.as_json`, ...]}, ...]}
+"""
 
 EXAMPLES = """examples:
   # draft with the checkpoint's MTP layers, and compare with plain decoding
@@ -59,7 +60,7 @@ EXAMPLES = """examples:
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Generate; bad input ends with one sentence and exit status 2."""
+    """Generate. Invalid input ends with one sentence and exit status 2."""
     args = parser(program).parse_args(arguments)
     quieten()
 
@@ -70,7 +71,7 @@ def main(arguments: list[str], program: str) -> int:
 
 
 def parser(program: str) -> Parser:
-    """The parser of the command's flags."""
+    """Create the parser of the command."""
     made = Parser(
         program,
         description="Generate text with a checkpoint, by plain or speculative decoding.",
@@ -101,7 +102,7 @@ def parser(program: str) -> Parser:
 
 
 class _ListMethods(Action):
-    """Ends the command, as --help does."""
+    """Action that lists the methods and ends the command, like --help."""
 
     def __call__(
         self, parser: ArgumentParser, namespace: Namespace, values: Any, option_string: str | None = None
@@ -127,7 +128,7 @@ class _ListMethods(Action):
 
 
 def run(args: Namespace, answer: TextIO) -> None:
-    """Load, check, generate, report. Raises ValueError for bad input, before anything is generated."""
+    """Load, check, generate and report. Raise ValueError for invalid input before anything is generated."""
     import torch
 
     from megatron_mtp.cli.cost import Workload, summary, table
@@ -191,7 +192,7 @@ def run(args: Namespace, answer: TextIO) -> None:
 
 
 def _drafting(method: "Method") -> dict[str, Any]:
-    """How texts are drafted, under the names of `--json`."""
+    """Return how sequences are drafted, under the names of `--json`."""
     from megatron_mtp.decoding.method import is_lossless
 
     return {
@@ -225,7 +226,7 @@ def _record(
 def _ends(
     args: Namespace, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> "tuple[frozenset[int], Callable[[list[int]], int | None] | None]":
-    """Tokens and strings of `--stop` that end a text before its budget."""
+    """Return tokens and strings of `--stop` that end a sequence before its budget."""
     from megatron_mtp.data.tokenizer import end_tokens
 
     if "" in args.stop:
@@ -240,7 +241,7 @@ def _ends(
 
 
 def _print_texts(prompts: list[str], texts: list[list[int]], shown: list[str] | None) -> None:
-    """Texts that were not streamed, each after its prompt; token ids where there is no tokenizer."""
+    """Print texts that were not streamed, each after its prompt; token ids without a tokenizer."""
     for number, (prompt, ids) in enumerate(zip(prompts, texts, strict=True)):
         sign = f"[{number + 1}] " if len(texts) > 1 else ""
         print(f"> {sign}prompt: {prompt}")

@@ -1,4 +1,4 @@
-"""--mtp-draft-prompts: the accepted length of drafting itself, with the weights of a run at its evaluations."""
+"""--mtp-draft-prompts: measure the accepted length by decoding with drafts, at the evaluations of a run."""
 
 import time
 from argparse import Namespace
@@ -9,13 +9,13 @@ from megatron_mtp.cli.terminal import read_prompts
 from megatron_mtp.data.tokenizer import read_tokenizer
 
 TAU, COUNT, NEW_TOKENS = "tau_real", 8, 64
-"""Name of the figure; prompts unless the flag says how many, and new tokens of each."""
+"""Name of the metric, default number of prompts, and new tokens of each."""
 
 
 class LiveDrafts:
-    """Drafts for the prompts of --mtp-draft-prompts with the model of a run; nothing without the flag.
+    """Drafts for the prompts of --mtp-draft-prompts with the model of a run. Does nothing without the flag.
 
-    Called on every rank after an evaluation of validation data.
+    Called on every rank after an evaluation on validation data.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class LiveDrafts:
         self._prompts: list[list[int]] = []
 
     def __call__(self, model: Any, args: Namespace) -> dict[str, float]:
-        """The figures of an evaluation: the accepted length, 1 for a model that never drafts well, and its seconds."""
+        """Return the metrics of an evaluation: accepted length (1 if no draft is ever accepted) and seconds."""
         if args.mtp_draft_prompts is None:
             return {}
         from megatron.core.utils import unwrap_model
@@ -40,7 +40,7 @@ class LiveDrafts:
 
 
 def method_of(args: Namespace) -> dict[str, Any]:
-    """How a run's heads draft: greedily, as many tokens as they were trained for."""
+    """Return how to draft with a run's MTP layers or drafter: greedily, with as many tokens as in training."""
     if args.drafter is not None and not args.drafter_beside_mtp:
         return {"method": args.drafter}
     if args.mtp_use_repeated_layer:
@@ -49,7 +49,7 @@ def method_of(args: Namespace) -> dict[str, Any]:
 
 
 def prompts_of(args: Namespace) -> list[list[int]]:
-    """The token ids of the first prompts of the file. Raises ValueError where it has none."""
+    """Return the token ids of the first prompts of the file. Raise ValueError if there are none."""
     file, *more = args.mtp_draft_prompts
     tokenizer = read_tokenizer(Path(args.tokenizer_model), args.trust_remote_code)
     prompts = read_prompts([], file, [], tokenizer)[: int(more[0]) if more else COUNT]

@@ -1,4 +1,4 @@
-"""`megatron-mtp VERB ...`: looks the verb up, imports its module and runs it."""
+"""`megatron-mtp COMMAND ...`: looks up the command, imports its module and runs it."""
 
 import sys
 
@@ -24,13 +24,13 @@ megatron-mtp VERB --help lists the flags of a verb, with examples of its own.
 
 
 OLD_VERBS = {"foretell": "predict"}
-"""Names of verbs in the release before, and their names now."""
+"""Names of commands in the previous release, and their present names."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line (None for sys.argv) and return its exit status: 2 for an unknown verb.
+    """Run the command line (None for sys.argv) and return its exit status: 2 for an unknown command.
 
-    Without arguments it prints the list of verbs. `help VERB` is `VERB --help`, `version` is `--version`.
+    Without arguments, prints the list of commands. `help COMMAND` is `COMMAND --help`, `version` is `--version`.
     """
     arguments = spelled_as_flags(sys.argv[1:] if argv is None else argv)
     open_streams()
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def spelled_as_flags(arguments: list[str]) -> list[str]:
-    """The same request by the flags of the parser."""
+    """Return the same request as flags of the parser."""
     match arguments:
         case ["help"]:
             return ["--help"]
@@ -59,12 +59,12 @@ def spelled_as_flags(arguments: list[str]) -> list[str]:
 
 
 def run(verb: str, program: str, arguments: list[str]) -> int:
-    """Run a verb and return its exit status; Ctrl-C and a closed pipe end it without a traceback.
+    """Run a command and return its exit status. Ctrl-C and a closed pipe end it without a traceback.
 
     Args:
         verb: a name in `VERBS`.
-        program: the name of the command in messages.
-        arguments: the arguments after the verb.
+        program: name of the command in messages.
+        arguments: arguments after the command.
     """
     open_streams()
     with sentences(program, mistakes=()):  # each verb turns its own ValueErrors into messages
@@ -73,7 +73,7 @@ def run(verb: str, program: str, arguments: list[str]) -> int:
 
 
 def parser() -> Parser:
-    """The parser of the verb; all further arguments belong to the verb's own parser."""
+    """Create the parser of the command; all further arguments belong to the command's own parser."""
     verbs = "\n".join(f"  {name:<12}{verb.line}" for name, verb in VERBS.items())
     made = Parser(
         PROGRAM,

@@ -1,6 +1,6 @@
-"""Turn text into the `.bin` and `.idx` that Megatron trains on; without a tokenizer, train one first.
+"""Tokenize text to the `.bin` and `.idx` files that Megatron trains on. Can train a tokenizer first.
 
-It reads the flags, calls `megatron_mtp.data`, and prints one line per step. Exit status 2 is a user's mistake.
+Parses flags, calls `megatron_mtp.data` and prints one line per step. Exit status 2 is a user error.
 """
 
 import argparse
@@ -53,7 +53,7 @@ NOT_SETTINGS = ("output_prefix", "workers", "overwrite")
 
 
 def main(arguments: list[str], program: str = "megatron-mtp preprocess") -> int:
-    """Run `preprocess`; exit status 0 if the corpus is there, 2 for a mistake in the flags or the input."""
+    """Run `preprocess`. Exit status 0 if the corpus was written, 2 for an error in the flags or the input."""
     args = parser(program).parse_args(arguments)
 
     def work() -> int:
@@ -66,7 +66,10 @@ def main(arguments: list[str], program: str = "megatron-mtp preprocess") -> int:
 
 
 def preprocess(args: argparse.Namespace) -> None:
-    """Find documents, tokenize them and write the corpus; ValueError for a user's mistake, or a dead worker process."""
+    """Find documents, tokenize them and write the corpus.
+
+    Raise ValueError for a user error or a dead worker process.
+    """
     settings = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SETTINGS}
     if not args.overwrite and _is_done(args.output_prefix, settings):
         return
@@ -107,7 +110,7 @@ def preprocess(args: argparse.Namespace) -> None:
 
 
 def parser(program: str) -> Parser:
-    """The parser of all flags."""
+    """Create the parser of all flags."""
     made = Parser(program, description=(__doc__ or "").split("\n")[0], epilog=EXAMPLES)
     add = made.add_argument
     files = "files, folders or quoted globs; .jsonl files have one document per line"
@@ -160,7 +163,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _is_done(prefix: str, settings: dict[str, Any]) -> bool:
-    """Print that the output is there and return True; False if not. ValueError where it has other settings."""
+    """Return whether the output exists, and print it. Raise ValueError if it has other settings."""
     if not os.path.exists(f"{prefix}.idx"):
         return False
     record = read_sidecar(prefix)
@@ -182,7 +185,7 @@ def _is_done(prefix: str, settings: dict[str, Any]) -> bool:
 
 
 def _trained_tokenizer(args: argparse.Namespace, documents: Sequence[Document]) -> str:
-    """The folder of a tokenizer, trained or of an interrupted run; ValueError where it holds one of another size."""
+    """Return the folder of a trained tokenizer, maybe of an interrupted run. Raise ValueError if its size differs."""
     folder = args.tokenizer_output or f"{args.output_prefix}-tokenizer"
     if not args.overwrite and TOKENIZER_FILES & set(os.listdir(folder) if os.path.isdir(folder) else []):
         found = Encoder.from_folder(folder).vocab_size
@@ -198,7 +201,7 @@ def _trained_tokenizer(args: argparse.Namespace, documents: Sequence[Document]) 
     heads = [d if d.line else d._replace(size=min(d.size, limit)) for d in documents]
     texts = (read_document(d, args.json_key) for d in choose_documents(heads, TRAINING_BYTES, args.seed, shuffle=True))
     print(f"tokenizer: training a byte-level BPE of {args.vocab_size} entries", flush=True)
-    # An old corpus must not be left beside a new tokenizer if this run is interrupted.
+    # An old corpus must not be left next to a new tokenizer if this run is interrupted.
     Path(f"{args.output_prefix}.idx").unlink(missing_ok=True)
     train_bpe(texts, args.vocab_size, folder)
     print(f"tokenizer: {folder}, {time.monotonic() - started:.1f} s", flush=True)

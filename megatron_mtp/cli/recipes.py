@@ -1,4 +1,4 @@
-"""`megatron-mtp recipes [NAME]`: what others train drafters by, for `--recipe` of `train` and `attach`."""
+"""`megatron-mtp recipes [NAME]`: published training settings, for `--recipe` of `train` and `attach`."""
 
 from megatron_mtp.common.errors import Parser, status_of
 from megatron_mtp.recipes import recipe
@@ -11,7 +11,7 @@ EXAMPLES = """examples:
 
 
 def parser(program: str) -> Parser:
-    """The parser of the command's flags."""
+    """Create the parser of the command."""
     made = Parser(
         program,
         description="List the recipes by which others train MTP layers and drafters, or print one: its flags, "
@@ -23,13 +23,13 @@ def parser(program: str) -> Parser:
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Print the list, or a recipe; an unknown name ends with one sentence and exit status 2."""
+    """Print the list, or one recipe. An unknown name ends with one sentence and exit status 2."""
     args = parser(program).parse_args(arguments)
     return status_of(program, lambda: show(args.name))
 
 
 def show(name: str | None) -> int:
-    """Print the list (None), or a recipe. Raises ValueError where there is none of this name."""
+    """Print the list (None), or one recipe. Raise ValueError if there is none with this name."""
     if name is None:
         for each in map(recipe.read, recipe.names()):
             print(f"{each.name:<20}{each.purpose}\n{'':<20}{recipe.shown(each.settings)}")

@@ -1,7 +1,7 @@
-"""`megatron-mtp sample`: a checkpoint and a corpus in; prompts with continuations out, as a corpus of train.
+"""`megatron-mtp sample`: generate training data by continuing prompts of a corpus.
 
-A sample depends on its number and the settings alone; finished ones are in a file that kills do not harm
-(data/samples.py). The model is a checkpoint, or is behind a server.
+A sample depends only on its number and the settings. Finished samples are in an append-only file that survives kills
+(data/samples.py). The model is a checkpoint or behind a server.
 """
 
 import os
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from megatron_mtp.data.tokenizer import Encoder
 
 OF_TEXTS = "split part max_new_tokens temperature top_k top_p min_p seed".split()
-"""Flags on which texts depend; the number of texts, and how many run together, are not among them."""
+"""Flags that samples depend on; the number of samples and the batch size are not among them."""
 OF_DOCUMENTS = "prompt_tokens anywhere".split()
 OF_CHECKPOINTS = "dtype speculative_config".split()
-"""Flags that say how a checkpoint is run; a server was started with its own."""
+"""Flags for running a checkpoint; a server has its own."""
 ENDINGS = ("idx", "json", "bin", "answers.npy", SOURCES, "texts.jsonl")
 MOST_SEED = 2**31 - 1
 
@@ -51,14 +51,14 @@ The same command continues after an interruption, with the same samples. A large
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Write the texts; bad input ends with one sentence and exit status 2."""
+    """Generate the samples. Invalid input ends with one sentence and exit status 2."""
     args = parser(program).parse_args(arguments)
     quieten()
     return status_of(program, lambda: run(args), advice="the same command continues")
 
 
 def parser(program: str) -> Parser:
-    """The parser of the command's flags."""
+    """Create the parser of the command."""
     made = Parser(
         program,
         description="Continue prompts of a corpus with a model, and write prompts and continuations as training data: "
@@ -95,7 +95,10 @@ def parser(program: str) -> Parser:
 
 
 def run(args: Namespace) -> int:
-    """Write the texts that are not finished, and the corpus of all; ValueError for bad input, or other texts there."""
+    """Generate missing samples and write the corpus of all.
+
+    Raise ValueError for invalid input or other samples there.
+    """
     from megatron_mtp.data.tokenizer import Encoder, end_tokens, read_tokenizer
 
     _check(args)
@@ -133,7 +136,7 @@ def run(args: Namespace) -> int:
 
 
 def _check(args: Namespace) -> None:
-    """Raises ValueError for a value that is not allowed."""
+    """Raise ValueError for a value that is not allowed."""
     check_counts(args, "texts", "prompt_tokens", "max_new_tokens", "batch_size")
     if not 0 <= args.seed <= MOST_SEED:
         raise ValueError(f"--seed is {args.seed}; give a number from 0 to {MOST_SEED}.")
@@ -152,7 +155,7 @@ def _check(args: Namespace) -> None:
 
 
 def _writer(args: Namespace) -> "Checkpoint | TextServer":
-    """What continues the prompts. Raises ValueError for a checkpoint or a server that cannot."""
+    """Return the model that continues the prompts. Raise ValueError for a checkpoint or server that cannot."""
     from megatron_mtp.cli.checkpoint_texts import Checkpoint
     from megatron_mtp.cli.served_texts import TextServer
 
@@ -160,7 +163,7 @@ def _writer(args: Namespace) -> "Checkpoint | TextServer":
 
 
 def _settings(args: Namespace) -> dict[str, Any]:
-    """Settings on which texts depend, by the name of the flag."""
+    """Return settings that affect the texts, by the name of the flag."""
     if args.chat:
         found: dict[str, Any] = {"chat": [os.path.abspath(file) for file in args.chat]}
     else:
@@ -196,7 +199,7 @@ def _write(
     positions: int | None,
     writer: "Checkpoint | TextServer",
 ) -> None:
-    """Make the texts that are not finished, and add each to `texts` and to the file."""
+    """Generate the unfinished texts, and add each to `texts` and to the file."""
     left = [number for number in range(args.texts) if number not in texts]
     if not args.chat and positions is not None and args.prompt_tokens >= positions:
         raise ValueError(
@@ -222,7 +225,7 @@ def _write(
 def _publish(
     args: Namespace, finished: "dict[int, Sample]", prompts: "Prompts", encoder: "Encoder", settings: dict[str, Any]
 ) -> None:
-    """Make the corpus of all texts in their order; each ends with the EOD, as documents do, chosen or not."""
+    """Build the corpus of all texts in their order; each ends with the EOD, as documents do, chosen or not."""
     from megatron_mtp.data.corpus import write_sequences
     from megatron_mtp.decoding.requests import Finish
 

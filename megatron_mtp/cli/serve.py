@@ -1,4 +1,4 @@
-"""`megatron-mtp serve`: a checkpoint behind OpenAI's HTTP API until a signal ends it."""
+"""`megatron-mtp serve`: serve a checkpoint over an OpenAI-compatible API until a signal."""
 
 import os
 import time
@@ -27,13 +27,13 @@ OF_OTHER_SERVERS = {
     "--hostname": "--host",
     "--alias": "--served-model-name",
 }
-"""Flags of vLLM, SGLang, TGI and llama.cpp, and what to give in their place."""
+"""Flags of vLLM, SGLang, TGI and llama.cpp, and what to use instead."""
 
 API_KEY = "MEGATRON_MTP_API_KEY"
-"""Variable of the environment with the key that clients must send."""
+"""Environment variable with the key that clients must send."""
 
 LARGEST_GIB = 2**20
-"""No machine has more; a larger number is a mistake."""
+"""No machine has more memory; a larger number is a mistake."""
 
 EXAMPLES = """examples:
   # OpenAI-compatible API at http://127.0.0.1:8000/v1, two draft tokens per step
@@ -51,7 +51,7 @@ EXAMPLES = """examples:
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Serve; bad input ends with one sentence and exit status 2, a bug of the engine with status 1."""
+    """Serve. Invalid input ends with one sentence and exit status 2, a bug of the engine with status 1."""
     args = parser(program).parse_args(arguments)
     quieten()
     with sentences(program):
@@ -59,7 +59,7 @@ def main(arguments: list[str], program: str) -> int:
 
 
 def parser(program: str) -> Parser:
-    """The parser of the command's flags."""
+    """Create the parser of the command."""
     made = Parser(
         program,
         description="Serve a checkpoint over an OpenAI-compatible API, with continuous batching, per-request "
@@ -104,7 +104,7 @@ def parser(program: str) -> Parser:
 
 
 def _key_in(file: str) -> str:
-    """The key in a file, without white space around it. Raises ArgumentTypeError."""
+    """Read the key from a file, without surrounding white space. Raise ArgumentTypeError if that fails."""
     try:
         return Path(file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -112,7 +112,7 @@ def _key_in(file: str) -> str:
 
 
 def run(args: Namespace) -> int:
-    """Load, listen, and serve; of several ranks rank 0 speaks HTTP. ValueError for bad input."""
+    """Load, listen and serve; with several ranks, rank 0 handles HTTP. Raise ValueError for invalid input."""
     with from_extra("serve", "the server", "fastapi", "uvicorn", "prometheus_client"):
         from megatron_mtp.server.api import Served, ServerSettings, listener, serve
         from megatron_mtp.server.async_engine import AsyncEngine
@@ -180,7 +180,7 @@ def run(args: Namespace) -> int:
 
 
 def drafting_line(engine: "Engine") -> str:
-    """Method, K and verifier of requests that do not say how to draft."""
+    """Describe method, K and verifier of requests that do not set a drafting method."""
     from megatron_mtp.decoding.method import make_method
     from megatron_mtp.decoding.sampling import Sampling
 
@@ -194,13 +194,13 @@ def drafting_line(engine: "Engine") -> str:
 
 
 def length_line(engine: "Engine") -> str:
-    """What the cache allows, where that is less than the model's positions or --max-model-len."""
+    """Describe the length limit of the cache, if it is below the model's positions or --max-model-len."""
     most = f"{engine.max_length} tokens, not {engine.scheduler.positions}"
     return f"a prompt with its answer has at most {most}: the cache holds no more; --cache-gib makes it larger"
 
 
 def _check(args: Namespace) -> None:
-    """Raises ValueError for flags that cannot be served."""
+    """Raise ValueError for flags that cannot be served."""
     if args.max_model_len is not None and args.max_model_len < 2:
         raise ValueError(f"--max-model-len is {args.max_model_len}; give 2 or more, for a prompt and a new token.")
     check_counts(args, "max_running", "max_waiting", "keep_alive", "expert_model_parallel_size")

@@ -1,9 +1,10 @@
-"""Continuations by an OpenAI-compatible server: vLLM, SGLang, `megatron-mtp serve` and others.
+"""Sampling from an OpenAI-compatible server: vLLM, SGLang, `megatron-mtp serve` and others.
 
-In:  numbered prompts as token ids, which /v1/completions takes; chats come as the local chat template writes them.
+In:  numbered prompts as token ids for /v1/completions; chats are rendered with the local chat template.
 Out: samples with token ids, checked against the local tokenizer.
 
-The client retries 408, 409, 429, 5xx and cut connections after 0.5, 1, 2, 4, 8, 8 ... seconds, or as Retry-After asks.
+The client retries 408, 409, 429, 5xx and dropped connections after 0.5, 1, 2, 4, 8, 8 ... seconds, or as Retry-After
+specifies.
 """
 
 import asyncio
@@ -25,14 +26,15 @@ if TYPE_CHECKING:
 
 RETRIES = 8
 MAX_ANSWER_S, MAX_CONNECT_S = 3600.0, 10.0
-"""Seconds that a server may take for one answer, and for a connection."""
+"""Timeouts in seconds for one response, and for connecting."""
 KEY = "OPENAI_API_KEY"
 MAX_MESSAGE_CHARS = 300
 SLACK = 10
-"""The count of re-encoded tokens may differ from the server's by one in so many, and by two, since a sampled text need
-not be tokenized as the tokenizer would."""
+"""The number of re-encoded tokens may differ from the server's by one in this many, plus two, because the tokenizer may
+tokenize a sampled output differently.
+"""
 UNSEEN = " \t\r\n\ufffd"
-"""Characters at the ends of a text by which a server's incremental decoding may differ."""
+"""Characters at the ends of an output by which a server's incremental decoding may differ."""
 
 
 class TextServer:
@@ -42,11 +44,11 @@ class TextServer:
         args: flags of `sample`.
 
     Attributes:
-        settings: on which texts depend, by the name of the flag; a server may move to another URL.
+        settings: settings that samples depend on, by flag name; the URL is not among them.
         tokenizer: folder of the model's tokenizer.
 
     Raises:
-        ValueError: nothing answers at the URL, it is not such a server, or does not serve `--model`.
+        ValueError: the URL does not respond, is not a compatible server, or does not serve `--model`.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -56,15 +58,18 @@ class TextServer:
         self.settings: dict[str, Any] = {"model": self._model}
 
     def start(self, tokenizer: "PreTrainedTokenizerBase", ends: frozenset[int]) -> int | None:
-        """Texts end with these ids; returns the positions of a prompt with its continuation, if the server says so."""
+        """Set the end tokens.
+
+        Return the number of positions of a prompt and its continuation, if the server reports it.
+        """
         self._tokenizer, self._ends = tokenizer, ends
         return self._positions
 
     def continue_all(self, prompts: Iterable[tuple[int, list[int]]], keep: Callable[[Sample], object]) -> None:
-        """Continue every numbered prompt, some at a time, and `keep` it.
+        """Continue every numbered prompt, several at a time, and `keep` each result.
 
         Raises:
-            ValueError: the server refuses a prompt, fails for good, or has another tokenizer.
+            ValueError: the server rejects a prompt, keeps failing, or has another tokenizer.
         """
         try:
             asyncio.run(self._continue_all(prompts, keep))
@@ -92,7 +97,7 @@ class TextServer:
         return AsyncOpenAI(base_url=url, api_key=key, max_retries=RETRIES, timeout=timeout)
 
     async def _listed(self) -> tuple[str, int | None]:
-        """Name and positions of the model."""
+        """Return the model's name and maximum positions."""
         async with self._client() as client:
             try:
                 page = await client.with_options(max_retries=1).models.list()
@@ -128,7 +133,7 @@ class TextServer:
             raise self._sentence(error, f"text {number}") from error
 
     def _sample(self, number: int, prompt: list[int], answer: "Completion") -> Sample:
-        """The sample of an answer. Raises ValueError for tokens that are not the tokenizer's."""
+        """Convert a response to a sample. Raise ValueError for tokens that are not the tokenizer's."""
         choice: Any = answer.choices[0]
         if choice.finish_reason not in (Finish.STOP, Finish.LENGTH):
             raise ValueError(
@@ -142,7 +147,7 @@ class TextServer:
         return Sample(number, prompt, tokens, choice.finish_reason, logprobs if fits else None)
 
     def _checked(self, tokens: list[int], text: str) -> list[int]:
-        """The ids that the server gives, if they are its text."""
+        """Return the server's token ids, if they match its text."""
         ends = next((place for place, token in enumerate(tokens) if token in self._ends), len(tokens))
         decoded = self._tokenizer.decode(tokens[:ends], skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if decoded.strip(UNSEEN) != text.strip(UNSEEN):
@@ -152,7 +157,7 @@ class TextServer:
         return tokens
 
     def _encoded(self, choice: Any, answer: "Completion") -> list[int]:
-        """The tokens of a text whose ids the server does not give, with the id that ended it."""
+        """Tokenize a text for which the server returns no ids, and add the id that ended it."""
         tokens: list[int] = self._tokenizer(choice.text.rstrip("\ufffd"), add_special_tokens=False).input_ids
         counted = answer.usage.completion_tokens if answer.usage else len(tokens)
         if abs(len(tokens) - counted) > 2 + counted // SLACK:
@@ -172,7 +177,7 @@ class TextServer:
         )
 
     def _sentence(self, error: Exception, what: str) -> Exception:
-        """The error as a sentence, if it is of the server and not a bug."""
+        """Return the error as a sentence, if it comes from the server and is not a bug."""
         from openai import APIConnectionError, APIStatusError
 
         url, go_on = self._args.server, "finished samples are kept, and the same command continues."

@@ -1,4 +1,4 @@
-"""Prompts in, text out: what users write and read, and the flags of verbs that run a model."""
+"""Prompts, terminal output, and the flags of commands that run a model."""
 
 import json
 import os
@@ -39,7 +39,7 @@ OF_OTHER_ENGINES = {
     "--speculative-eagle-topk": _TREE,
     **dict.fromkeys(("--speculative-model", "--speculative-draft-model-path", "--model-draft"), _DRAFTER),
 }
-"""Flags of vLLM, SGLang, TGI and llama.cpp, and what to give in their place where a checkpoint is run."""
+"""Flags of vLLM, SGLang, TGI and llama.cpp, and what to use instead, for commands that run a checkpoint."""
 
 COLOR, DIM, PLAIN = "\033[32m", "\033[2m", "\033[0m"
 
@@ -47,12 +47,12 @@ COLOR, DIM, PLAIN = "\033[32m", "\033[2m", "\033[0m"
 def read_prompts(
     texts: list[str], file: str | None, ids: list[str], tokenizer: "PreTrainedTokenizerBase | None"
 ) -> list[list[int]]:
-    """Token ids of all prompts: of `--prompt`, of `--prompt-file`, of `--prompt-ids`, in this order.
+    """Return the token ids of all prompts of `--prompt`, `--prompt-file` and `--prompt-ids`, in this order.
 
-    A file is one prompt; of a file that ends in .jsonl, every line is one, an object with a key 'prompt'.
+    A file is one prompt. In a .jsonl file, every line is one, an object with the key 'prompt'.
 
     Raises:
-        ValueError: a file that cannot be read, ids that are not numbers, text without a tokenizer.
+        ValueError: a file cannot be read, ids are not numbers, or there is text without a tokenizer.
     """
     texts = [*texts, *([] if file is None else _texts_of(Path(file)))]
     if texts and tokenizer is None:
@@ -91,7 +91,7 @@ def _texts_of(file: Path) -> list[str]:
 
 
 def cutter(stops: list[str], tokenizer: "PreTrainedTokenizerBase") -> Callable[[list[int]], int | None]:
-    """For `Request.cut`: how many tokens to keep, once the text contains a stop string; None before."""
+    """Return a function for `Request.cut`: how many tokens to keep once the text contains a stop string, else None."""
     longest = max(map(len, stops))
 
     def cut(ids: list[int]) -> int | None:
@@ -104,12 +104,12 @@ def cutter(stops: list[str], tokenizer: "PreTrainedTokenizerBase") -> Callable[[
 
 
 def quoted(prompt: list[int], tokenizer: "PreTrainedTokenizerBase | None") -> str:
-    """A prompt on one line: its text in quotes, or its token ids."""
+    """Format a prompt on one line: its text in quotes, or its token ids."""
     return ",".join(map(str, prompt)) if tokenizer is None else repr(tokenizer.decode(prompt))
 
 
 class Stream:
-    """Writes text as it comes, on a terminal with accepted drafts in color."""
+    """Prints text as it is generated, with accepted drafts in color on a terminal."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", output: TextIO = sys.stdout) -> None:
         self._tokenizer = tokenizer
@@ -117,7 +117,7 @@ class Stream:
         self._output, self._colored = output, output.isatty()
 
     def echo(self, prompt: list[int]) -> None:
-        """Write the prompt, before what continues it."""
+        """Print the prompt, before its continuation."""
         if self._colored:
             self._output.write(f"{DIM}{self._tokenizer.decode(prompt)}{PLAIN}")
         else:
@@ -125,7 +125,7 @@ class Stream:
         self._output.flush()
 
     def __call__(self, tokens: list[int], drafted: int) -> None:
-        """Write a step's tokens; the first `drafted` were drafted."""
+        """Print a step's tokens; the first `drafted` were drafted."""
         for place, token in enumerate(tokens):
             piece = self._stream.step(self._backend, token) or ""
             colored = self._colored and place < drafted
@@ -134,7 +134,7 @@ class Stream:
 
 
 def own_output() -> TextIO:
-    """Standard output for the JSON alone: from now on, what libraries print goes to standard error."""
+    """Reserve standard output for JSON: redirect the output of libraries to standard error."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -142,7 +142,7 @@ def own_output() -> TextIO:
 
 
 def say_if_lossy(config: "SpeculativeConfig | None") -> None:
-    """Print a line where texts have another distribution than the model's."""
+    """Print a line if the output does not follow the model's distribution."""
     from megatron_mtp.decoding.method import is_lossless
 
     if config is not None and not is_lossless(config):
@@ -150,7 +150,7 @@ def say_if_lossy(config: "SpeculativeConfig | None") -> None:
 
 
 def add_checkpoint_flags(parser: Parser, sources: "_MutuallyExclusiveGroup | None" = None) -> None:
-    """The flags that say what is loaded, of every verb that runs a trained model; `--load` as one of some sources."""
+    """Add the flags that choose the checkpoint to load, with `--load` as the only source or one of several."""
     add, load = parser.add_argument, "Megatron checkpoint; its newest iteration is loaded"
     (sources or parser).add_argument(
         "--load", type=megatron_folder, required=sources is None, metavar="CKPT", help=load
@@ -161,10 +161,10 @@ def add_checkpoint_flags(parser: Parser, sources: "_MutuallyExclusiveGroup | Non
 
 
 def megatron_folder(text: str) -> str:
-    """The folder of an argument, for argparse's `type=`, before anything slow is imported.
+    """Convert an argument to a folder, for argparse's `type=`, before anything slow is imported.
 
     Raises:
-        ArgumentTypeError: it is a folder of Hugging Face.
+        ArgumentTypeError: it is a Hugging Face folder.
     """
     if Path(text, "config.json").is_file():
         raise ArgumentTypeError(
@@ -175,13 +175,13 @@ def megatron_folder(text: str) -> str:
 
 
 def add_ranks_flags(parser: Parser) -> None:
-    """The flags that say how a model is spread over the ranks of torchrun."""
+    """Add the flags that spread a model over the ranks of torchrun."""
     spread = "under torchrun: ranks to divide whole experts among; default: 1, each rank has a slice of every expert"
     parser.add_argument("--expert-model-parallel-size", type=int, default=1, metavar="E", help=spread)
 
 
 def add_sampling_flags(parser: Parser, temperature: float) -> None:
-    """The flags that say which distribution tokens are drawn from; `temperature` is the default of its flag."""
+    """Add the sampling flags; `temperature` is the default of its flag."""
     add = parser.add_argument
     said = f"sampling temperature; 0: greedy; default: {temperature:g}"
     add("--temperature", type=float, default=temperature, metavar="T", help=said)

@@ -1,4 +1,4 @@
-"""`megatron-mtp train`: pretraining on Megatron's loop, with Megatron's flags and ours."""
+"""`megatron-mtp train`: pretraining with Megatron's training loop, with Megatron's flags and ours."""
 
 import os
 import sys
@@ -62,11 +62,11 @@ MEGATRONS: dict[str, tuple[str | None, str]] = {
     ),
     "--mtp-detach-heads": (None, "Let the MTP loss train only the MTP layers. Default: the trunk as well."),
 }
-"""Megatron's own flags of MTP layers, which its parser has: metavar (None for a switch) and help."""
+"""Megatron's own flags for MTP layers, which are in its parser: metavar (None for a switch) and help."""
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Train; bad input ends with one sentence and exit status 2."""
+    """Train. Invalid input ends with one sentence and exit status 2."""
     given, rest = parse_run(program, arguments)
     if given.dry_run is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a plan is the same on every machine
@@ -92,7 +92,7 @@ def main(arguments: list[str], program: str) -> int:
 
 
 def parser(program: str) -> ArgumentParser:
-    """Our flags; the description names those of Megatron's that most runs need."""
+    """Create the parser of our flags; its description names the Megatron flags that most runs need."""
     made = add_run_arguments(Parser(program, usage=f"{program} [flags]", description=DESCRIPTION, epilog=EXAMPLES))
     group = made.add_argument_group("multi-token prediction (Megatron-LM)")
     for flag, (metavar, what) in MEGATRONS.items():
@@ -104,7 +104,7 @@ def parser(program: str) -> ArgumentParser:
 
 
 def full_parser(program: str) -> ArgumentParser:
-    """The parser of the run's flags, with those of Megatron."""
+    """Create the parser of our flags and Megatron's."""
     prepare()
     made = add_run_arguments(all_parser(program))
     made.formatter_class, made.epilog = RawDescriptionHelpFormatter, EXAMPLES
@@ -112,7 +112,7 @@ def full_parser(program: str) -> ArgumentParser:
 
 
 def add_run_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """The flags that act before Megatron's parser, and are not passed on to it."""
+    """Add the flags that act before Megatron's parser and are not passed on to it."""
     add = parser.add_argument_group("the run (megatron-mtp)").add_argument
     verbose = "Print all of Megatron's output. Default: a short log, and megatron.log in --mtp-metrics-dir or --save."
     add("--verbose", action="store_true", help=verbose)
@@ -133,7 +133,7 @@ def add_run_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def parse_run(program: str, arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """The flags of the run, and the rest for Megatron's parser.
+    """Parse the flags of the run, and return the rest for Megatron's parser.
 
     `--help` and `--list-losses` end the process here, before Megatron is imported.
     """
@@ -149,7 +149,10 @@ def parse_run(program: str, arguments: Sequence[str]) -> tuple[Namespace, list[s
 
 
 def with_file(program: str, given: Namespace, rest: list[str]) -> list[str]:
-    """`sys.argv`, which Megatron's parser reads: flags of --recipe, --config, the command line; later ones win."""
+    """Build `sys.argv` for Megatron's parser from --recipe, --config and the command line.
+
+    Later ones take precedence.
+    """
     from megatron_mtp.training.startup import explained
 
     with explained(program):
@@ -166,7 +169,7 @@ def with_file(program: str, given: Namespace, rest: list[str]) -> list[str]:
 
 
 def _of_recipe(name: str, given: set[str]) -> list[str]:
-    """The words that a recipe adds to a command line with these flags; prints them."""
+    """Return the words that a recipe adds to a command line with these flags, and print them."""
     chosen = recipe.read(name)
     if os.environ.get("RANK", "0") == "0":
         for line in chosen.lines(given):

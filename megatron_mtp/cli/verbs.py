@@ -1,10 +1,10 @@
-"""The table of verbs: a verb is one module, which is imported when the verb is called.
+"""Table of commands. Each command is a module that is imported when the command is called.
 
-The module has `parser(program) -> ArgumentParser`, which imports no torch, and `main(arguments, program) -> int`, which
-parses once, then imports what is heavy, and returns the exit status. `train` has `full_parser(program)` as well, with
-the flags of Megatron.
+The module has `parser(program) -> ArgumentParser`, which does not import torch, and `main(arguments, program) -> int`,
+which parses once, then imports what is slow, and returns the exit status. `train` also has `full_parser(program)` with
+Megatron's flags.
 
-Other packages add verbs by the entry point group `megatron_mtp.verbs`; the entry point names a `Verb`.
+Other packages add commands by the entry point group `megatron_mtp.verbs`; the entry point names a `Verb`.
 """
 
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ PROGRAM = "megatron-mtp"
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb of `megatron-mtp`.
+    """A command of `megatron-mtp`.
 
     Attributes:
         line: its line in `--help`.
-        module: the dotted name of its module.
+        module: dotted name of its module.
     """
 
     line: str
@@ -60,5 +60,5 @@ VERBS: Registry[Verb] = Registry(
 
 
 def module_of(verb: str) -> ModuleType:
-    """The module of a verb."""
+    """Import the module of a command."""
     return import_module(VERBS[verb].module)

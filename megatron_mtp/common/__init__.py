@@ -1,8 +1,8 @@
-"""What every room uses, without torch.
+"""Helpers that every package uses. Nothing here imports torch.
 
-errors.py      how a command that cannot go on ends: one sentence and an exit status
-progress.py    bars of work that takes minutes
-files.py       how files are written so that a kill leaves nothing half-written
-acceptance.py  how often drafts are accepted: one class counts, for training and decoding
-old_names.py   documented imports of the release before
+errors.py      report an error as one sentence, with an exit status
+progress.py    progress bars for work that takes minutes
+files.py       write files so that a killed process leaves no partial output
+acceptance.py  count accepted drafts; training and decoding share one class
+old_names.py   keep the previous release's documented imports working
 """

@@ -1,7 +1,8 @@
-"""Acceptance of drafts: the one count, which tables, metrics, training and `auto` read, and what was recorded of it.
+"""Acceptance of draft tokens: the counts that tables, metrics, training and K `auto` use, and the recorded values.
 
-`mtp_acceptance.json` in the folder of a checkpoint, and beside `config.json` in an export, has the acceptance of the
-MTP layers by position, as the last evaluation measured it. An engine compares what it sees with it (`Alarm`).
+`mtp_acceptance.json` holds the acceptance of the MTP layers by position, as measured by the last evaluation. It is in
+the checkpoint folder, and next to `config.json` in an exported folder. An engine compares the acceptance it measures
+with it (`Alarm`).
 """
 
 import json
@@ -19,27 +20,30 @@ import numpy as np
 RECORD = "mtp_acceptance.json"
 
 EXPECTED_LENGTH = "expected accepted length"
-"""The name of `AcceptanceStats.expected_length` in records, logs and metrics.jsonl."""
+"""Name of `AcceptanceStats.expected_length` in records, logs and metrics.jsonl."""
 
 LEAST_DRAFTS, DEVIATIONS, CHANCE = 64, 4, 0.002
-"""Drafts that an alarm waits for, standard deviations of their count that may be chance, and the chance that none of
-them is accepted at which it sounds."""
+"""Number of drafts that an alarm waits for, standard deviations of the count to tolerate, and the probability of no
+acceptance at which it is raised.
+"""
 MANY_DRAFTED, WORTH_DRAFTING = 1000, 0.01
-"""Drafted tokens after which an alarm without a record sounds if a smaller share than this was accepted."""
+"""Without a record, the alarm is raised after this many draft tokens if a smaller fraction was accepted."""
 
 
 @dataclass
 class AcceptanceStats:
-    """Sums over the steps of a generation, or over the positions of an evaluation; add those of several with `+`.
+    """Acceptance counts, summed over decoding steps or over the positions of an evaluation. Add two with `+`.
 
     Attributes:
-        target_forwards: forwards, counted for every text: one over a batch of four counts four.
-        emitted: tokens that went out, those of the prefill's forward included.
-        accepted_at: by position in the draft, how often it was accepted; `offered_at` likewise, and `reached_at` how
-            often those before it were accepted.
-        overlap_at: by position, the sum of sum_v min(p, q); measured in training alone.
-        target_seconds, drafter_seconds: wall-clock time. On a GPU drafting is launched and not waited for, so work that
-            the device still has to do for it counts as the target's.
+        target_forwards: forward passes of the target model, counted per sequence: one pass over a batch of four adds
+            four.
+        emitted: generated tokens, including the one from the prefill.
+        accepted_at: how often the draft token at each position was accepted.
+        offered_at: how often there was a draft token at each position.
+        reached_at: how often all draft tokens before each position were accepted.
+        overlap_at: sum over tokens of sum_v min(p, q) at each position. Measured only in training.
+        target_seconds, drafter_seconds: wall-clock time. On a GPU, drafting is launched asynchronously, so unfinished
+            draft work counts as the target's time.
     """
 
     target_forwards: int = 0
@@ -52,7 +56,7 @@ class AcceptanceStats:
     drafter_seconds: float = 0.0
 
     def count(self, offered: int, accepted: int, emitted: int) -> None:
-        """A step of one text: `offered` is the draft's depth."""
+        """Count one decoding step of one sequence; `offered` is the number of draft tokens on the longest path."""
         self.target_forwards += 1
         self.emitted += emitted
         for sums, reached in (
@@ -78,54 +82,54 @@ class AcceptanceStats:
 
     @property
     def drafted(self) -> int:
-        """Tokens on the longest path of every draft."""
+        """Number of draft tokens, counting the longest path of each tree."""
         return sum(self.offered_at)
 
     @property
     def accepted(self) -> int:
-        """Drafted tokens on the paths that were kept."""
+        """Number of accepted draft tokens."""
         return sum(self.accepted_at)
 
     @property
     def accepted_length(self) -> float:
-        """Tokens per forward of the target; 1 is plain decoding."""
+        """Tokens per forward pass of the target model; plain decoding has 1."""
         return self.emitted / self.target_forwards if self.target_forwards else 0.0
 
     @property
     def accepted_per_forward(self) -> float:
-        """Drafted tokens that a forward of the target accepts."""
+        """Accepted draft tokens per forward pass of the target model."""
         return self.accepted / self.target_forwards if self.target_forwards else 0.0
 
     @property
     def accepted_per_position(self) -> list[float]:
-        """Acceptance: how often position k of a draft was accepted, among the drafts that had one."""
+        """Fraction of drafts whose token at position k was accepted, for each k, among the drafts that had one."""
         return _rates(self.accepted_at, self.offered_at)
 
     @property
     def conditional_acceptance(self) -> list[float]:
-        """The probability that position k is accepted, given that those before it were."""
+        """Probability that the token at position k is accepted, given that all tokens before it were."""
         return _rates(self.accepted_at, self.reached_at)
 
     @property
     def acceptance(self) -> list[float]:
-        """The probability that positions 1 .. k are all accepted: the product of the conditional ones."""
+        """Probability that tokens 1 .. k are all accepted: the product of the conditional probabilities."""
         return list(accumulate(self.conditional_acceptance, mul))
 
     @property
     def expected_length(self) -> float:
-        """Expected accepted length, 1 + sum_k acceptance_k: tokens per forward of the trunk."""
+        """Expected accepted length, 1 + sum_k acceptance_k, in tokens per forward pass of the trunk."""
         return 1.0 + sum(self.acceptance)
 
     @property
     def overlap(self) -> list[float]:
-        """The probability that a sampled draft at position k is accepted at temperature 1."""
+        """Probability that a sampled draft token at position k is accepted at temperature 1."""
         return _rates(self.overlap_at, self.offered_at)
 
 
 def resampled(groups: Sequence[AcceptanceStats], draws: int = 1000, seed: int = 1234) -> np.ndarray:
-    """Acceptance by position of so many bootstrap samples of the groups, [draws, D]; groups are documents, or texts.
+    """Acceptance by position of bootstrap samples, [draws, D]. A group is a document or a generated sequence.
 
-    Each sample has as many groups, drawn with replacement, and the sums of their counts.
+    Each sample draws as many groups as there are, with replacement, and adds their counts.
     """
     depths = max((len(stats.offered_at) for stats in groups), default=0)
     counts_2GD = np.zeros((2, len(groups), depths))
@@ -139,16 +143,16 @@ def resampled(groups: Sequence[AcceptanceStats], draws: int = 1000, seed: int = 
 
 
 LEAST_DOCUMENTS = 8
-"""Documents of a bootstrap; of fewer it says little: their tokens are resampled in the place of documents."""
+"""Minimum number of documents for a bootstrap; with fewer, tokens are resampled instead."""
 OTHERS = "others"
-"""Sources of fewer documents, together."""
+"""Name of the pooled sources with few documents."""
 
 BySource = dict[str, dict[int, AcceptanceStats]]
-"""The counts of every document, by its source and its number in the corpus."""
+"""Counts of every document, by source and document number in the corpus."""
 
 
 def error_of(documents: Sequence[AcceptanceStats]) -> float:
-    """Standard error of the expected accepted length: of a bootstrap over documents, or of few ones' tokens."""
+    """Standard error of the expected accepted length: bootstrap over documents, or over tokens of few documents."""
     if len(documents) >= LEAST_DOCUMENTS:
         return float(resampled(documents).sum(axis=1).std())
     whole = sum(documents, AcceptanceStats())
@@ -157,7 +161,7 @@ def error_of(documents: Sequence[AcceptanceStats]) -> float:
 
 
 def gain_of(before: Sequence[AcceptanceStats], after: Sequence[AcceptanceStats]) -> tuple[float, float]:
-    """By how much the expected accepted length has grown on the same documents, and the standard error of that."""
+    """Increase of the expected accepted length on the same documents, and its standard error."""
     gain = sum(after, AcceptanceStats()).expected_length - sum(before, AcceptanceStats()).expected_length
     if len(before) != len(after) or len(after) < LEAST_DOCUMENTS:
         return gain, error_of(after)
@@ -165,7 +169,7 @@ def gain_of(before: Sequence[AcceptanceStats], after: Sequence[AcceptanceStats])
 
 
 def figures_of(documents: Sequence[AcceptanceStats]) -> dict[str, Any]:
-    """What records and tables say of some documents."""
+    """Summarize documents for records and tables."""
     whole = sum(documents, AcceptanceStats())
     return {
         "documents": len(documents),
@@ -176,7 +180,7 @@ def figures_of(documents: Sequence[AcceptanceStats]) -> dict[str, Any]:
 
 
 def with_others(sources: BySource) -> BySource:
-    """Documents by source, with sources of few documents as one."""
+    """Group documents by source, and pool the sources that have few documents."""
     few = [name for name, documents in sources.items() if len(documents) < LEAST_DOCUMENTS]
     if len(few) < 2:
         return sources
@@ -198,10 +202,10 @@ def _rates(hits: Sequence[float], of: Sequence[int]) -> list[float]:
 
 
 def record_of(stats: AcceptanceStats, iteration: int, data: str, sources: BySource | None = None) -> dict[str, Any]:
-    """The record of an evaluation, after so many training steps, on data of this name.
+    """Build the record of an evaluation.
 
     Args:
-        sources: counts by document, where they are known: the record then has errors, and every source apart.
+        sources: counts by document, if known. The record then has standard errors and one entry per source.
     """
     apart = {name: figures_of(list(each.values())) for name, each in with_others(sources or {}).items()}
     documents = [each for of_source in (sources or {}).values() for each in of_source.values()]
@@ -218,10 +222,10 @@ def record_of(stats: AcceptanceStats, iteration: int, data: str, sources: BySour
 
 
 def read_record(folder: Path, of_drafter: bool = False) -> list[float] | None:
-    """The acceptance by position that can be expected of a model in the folder, greedy or sampled; None if unknown.
+    """Read the recorded acceptance by position of the model in a folder, greedy or sampled; None if there is no record.
 
     Args:
-        of_drafter: whether that of a drafter beside MTP layers is wanted.
+        of_drafter: read the record of the drafter instead of the MTP layers', in a model that has both.
 
     Raises:
         ValueError: the record is damaged.
@@ -239,18 +243,18 @@ def read_record(folder: Path, of_drafter: bool = False) -> list[float] | None:
 
 
 def carry_record(source: Path, target: Path) -> None:
-    """Copy the record of a folder, if it has one, to a conversion of the same model."""
+    """Copy the acceptance record of a folder, if there is one, to a conversion of the same model."""
     if (source / RECORD).is_file():
         shutil.copyfile(source / RECORD, target / RECORD)
 
 
 @dataclass
 class Alarm:
-    """Notices drafts of the MTP layers that are accepted less than half as often as recorded, or never.
+    """Warns when drafts of the MTP layers are accepted less than half as often as recorded, or never.
 
     Attributes:
-        expected: what `read_record` found.
-        said: the sentence, once there was one.
+        expected: the acceptance that `read_record` returned.
+        said: the warning, once it has been raised.
     """
 
     expected: list[float] | None = None
@@ -258,11 +262,11 @@ class Alarm:
     _stats: AcceptanceStats = field(default_factory=AcceptanceStats)
 
     def reset(self) -> None:
-        """Count anew: the weights have changed."""
+        """Restart the count after the weights have changed."""
         self._stats = AcceptanceStats()
 
     def learn(self, stats: AcceptanceStats) -> str | None:
-        """Count further steps; returns the sentence when it is to be said, once."""
+        """Count further steps. Return the warning once, when acceptance is too low."""
         if self.said is not None:
             return None
         own = self._stats

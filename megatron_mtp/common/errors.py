@@ -1,10 +1,10 @@
-"""The end of a command that cannot go on: one sentence on stderr and an exit status; a bug keeps its traceback.
+"""Errors that end a command: one sentence on stderr and an exit status. Bugs keep their traceback.
 
-    a mistake of the user's, a full disk, no memory    PROGRAM: error: SENTENCE    status 2
+    user error, full disk, out of memory               PROGRAM: error: SENTENCE    status 2
     Ctrl-C                                             PROGRAM: interrupted        status 130
-    the reader of the output has gone (`| head`)       nothing                     status 141
+    closed output pipe (`| head`)                      nothing                     status 141
 
-Plain Python: a verb that is interrupted while it imports torch ends in the same way.
+This module imports only the standard library, so Ctrl-C during the import of torch is reported the same way.
 """
 
 import errno
@@ -22,31 +22,32 @@ from typing import Any, NoReturn, override
 REFUSED, INTERRUPTED, UNREAD = 2, 130, 141
 
 SPOKEN_AFTER = 20.0
-"""Seconds that other ranks leave the first rank to say what is wrong; torchrun ends all ranks with the first."""
+"""Seconds that other ranks wait before they print, so that the first rank can; torchrun ends all ranks with the first.
+"""
 
 LONGEST = 600
-"""Characters of a library's message that are shown."""
+"""Maximum number of characters shown of a library's message."""
 
 LIKENESS = 0.65
-"""Least likeness by `difflib` of a name that is offered in the place of an unknown word."""
+"""Minimum similarity by `difflib` of a name that is suggested for an unknown word."""
 
 FOREIGN = "foreign flags"
-"""Name of the registry in which a parser keeps what to give here in the place of flags of other programs."""
+"""Name of the registry in which a parser keeps replacements for flags of other programs."""
 
 MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "Cannot allocate memory")
-"""Messages of torch where memory is exhausted."""
+"""torch's messages when memory is exhausted."""
 
 Mistakes = type[Exception] | tuple[type[Exception], ...]
 
 
 class InputError(ValueError):
-    """A user's mistake, raised where other ValueErrors may be bugs: while Megatron trains."""
+    """A user error, raised where a plain ValueError could be a bug, such as inside Megatron's training loop."""
 
 
 class Parser(ArgumentParser):
-    """Argparse's parser, which refuses in one sentence, without all flags before it; examples keep their lines.
+    """Argument parser that reports errors in one sentence, without the usage text. Examples keep their line breaks.
 
-    A flag may have underscores in the place of hyphens.
+    Flags may be written with underscores instead of hyphens.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -65,7 +66,7 @@ class Parser(ArgumentParser):
         return found
 
     def parse_with_line(self, arguments: list[str]) -> Any:
-        """As `parse_args`, with the launch flags after `--` added to the positional `line` as they are."""
+        """Parse like `parse_args`, but append everything after `--` unchanged to the positional argument `line`."""
         split = arguments.index("--") if "--" in arguments else len(arguments)
         found = self.parse_args(arguments[:split])
         found.line = [*found.line, *arguments[split + 1 :]]
@@ -77,7 +78,7 @@ class Parser(ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def _hyphenated(self, word: str) -> str:
-        """A flag of this parser as it is spelled there; any other word as it is."""
+        """Return the parser's spelling of a flag; return any other word unchanged."""
         flag, equals, value = word.partition("=")
         hyphenated = flag.replace("_", "-")
         is_own = flag.startswith("--") and hyphenated in self._option_string_actions
@@ -91,13 +92,13 @@ class Parser(ArgumentParser):
 
 
 def add_foreign_flags(parser: ArgumentParser, here: Mapping[str, str]) -> None:
-    """Let a parser answer the flags of other programs with what to give here in their place."""
+    """Make a parser answer flags of other programs with the flag to use here."""
     for flag, remedy in here.items():
         parser.register(FOREIGN, flag, remedy)
 
 
 def flags_meant(words: Sequence[str], *parsers: ArgumentParser) -> str:
-    """The end of a sentence on unknown flags: what to give in the place of foreign ones, else the nearest; or empty."""
+    """Suggest replacements for unknown flags, to end an error message: known equivalents or the closest names."""
     foreign = {flag: remedy for parser in parsers for flag, remedy in parser._registries.get(FOREIGN, {}).items()}
     known = {word: here for word in words if (here := foreign.get(word.replace("_", "-")))}
     said = "".join(f"; in the place of {word} give {here}" for word, here in known.items())
@@ -106,9 +107,9 @@ def flags_meant(words: Sequence[str], *parsers: ArgumentParser) -> str:
 
 
 def did_you_mean(words: Sequence[str], names: Iterable[str]) -> str:
-    """A question that ends a sentence on unknown words: the names most like them; empty without any.
+    """Suggest the closest names for unknown words, as a question that ends an error message; empty if none is close.
 
-    Underscores count as hyphens, and capitals as small letters.
+    Hyphens and underscores are equivalent, and case is ignored.
     """
     plain = {name.replace("_", "-").lower(): name for name in names}
     close = [get_close_matches(word.replace("_", "-").lower(), plain, cutoff=LIKENESS) for word in words]
@@ -117,10 +118,10 @@ def did_you_mean(words: Sequence[str], names: Iterable[str]) -> str:
 
 
 def named(text: str) -> Path:
-    """The path of an argument, for argparse's `type=`; `Path` takes an empty one for the working directory.
+    """Convert an argument to a path, for argparse's `type=`. Unlike `Path`, it rejects an empty string.
 
     Raises:
-        ArgumentTypeError: it is empty, as a variable of a script that was not set.
+        ArgumentTypeError: the argument is empty, for example an unset variable in a script.
     """
     if not text:
         raise ArgumentTypeError("it is empty; give a path")
@@ -129,12 +130,12 @@ def named(text: str) -> Path:
 
 @contextmanager
 def sentences(program: str, mistakes: Mistakes = ValueError, advice: str = "") -> Iterator[None]:
-    """End the process as the table above says where what runs inside raises.
+    """Turn exceptions of the enclosed code into the exit statuses listed at the top of this module.
 
     Args:
-        program: how the command is called.
-        mistakes: the exceptions whose message is a sentence for the user.
-        advice: what Ctrl-C adds to its line.
+        program: name of the command, for the message.
+        mistakes: exceptions whose message is meant for the user.
+        advice: text to append to the message for Ctrl-C.
     """
     try:
         try:
@@ -157,10 +158,9 @@ def sentences(program: str, mistakes: Mistakes = ValueError, advice: str = "") -
 
 
 def open_streams() -> None:
-    """Give a process that was started without some of its standard streams (`>&-`) the null device in their place.
+    """Open the null device for standard streams that were closed at startup (`>&-`).
 
-    Python has None for such a stream, and the next file that is opened would get its number: what a library prints
-    would then stand in a checkpoint.
+    Otherwise the next opened file would get the stream's number, and a library's prints would end up in a checkpoint.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -172,7 +172,7 @@ def open_streams() -> None:
 
 
 def status_of(program: str, work: Callable[[], int], mistakes: Mistakes = ValueError, advice: str = "") -> int:
-    """The exit status of `work`, or the one that it ends with by `sentences`."""
+    """Run `work` and return its exit status, with errors handled by `sentences`."""
     try:
         with sentences(program, mistakes, advice):
             return work()
@@ -182,15 +182,15 @@ def status_of(program: str, work: Callable[[], int], mistakes: Mistakes = ValueE
 
 @contextmanager
 def from_extra(extra: str, what: str, *modules: str) -> Iterator[None]:
-    """Around the imports of what needs an extra of pyproject.toml.
+    """Wrap imports that need an optional extra of pyproject.toml.
 
     Args:
-        extra: its name.
-        what: that needs it.
-        modules: the top-level modules that it installs.
+        extra: name of the extra.
+        what: the feature that needs it.
+        modules: top-level modules that the extra installs.
 
     Raises:
-        ValueError: one of them is not installed; says how to get it.
+        ValueError: a module is not installed; the message has the install command.
     """
     try:
         yield
@@ -203,14 +203,14 @@ def from_extra(extra: str, what: str, *modules: str) -> Iterator[None]:
 
 
 def check_counts(args: object, *names: str) -> None:
-    """Raises ValueError where a flag that counts something was given, and is below 1."""
+    """Raise ValueError if a flag that counts something is below 1."""
     for name in names:
         if (number := getattr(args, name)) is not None and number < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {number}; give 1 or more.")
 
 
 def fail(program: str, error: ValueError | str) -> NoReturn:
-    """Print a sentence and exit with status 2; other ranks than the first wait before they print."""
+    """Print a sentence and exit with status 2. Ranks other than 0 wait before they print."""
     if _rank() != "0":
         time.sleep(SPOKEN_AFTER)
         program = f"{program}: rank {_rank()}"
@@ -228,7 +228,7 @@ def _rank() -> str:
 
 
 def _of_the_output(error: Exception) -> str | None:
-    """Encoding of the output where it lacks a character; UTF-8 has all of them."""
+    """Return a sentence if the output's encoding lacks a character; UTF-8 has all of them."""
     if not isinstance(error, UnicodeEncodeError) or error.encoding.lower().replace("-", "") == "utf8":
         return None
     letter = ascii(error.object[error.start])
@@ -236,7 +236,7 @@ def _of_the_output(error: Exception) -> str | None:
 
 
 def sentence_of_the_machine(error: BaseException) -> str | None:
-    """The failure of a disk, a file or the memory; None for anything else, which is a bug."""
+    """Describe a failure of disk, files or memory in one sentence; None for other exceptions, which are bugs."""
     message = _one_line(error)
     if isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(words in message for words in MEMORY)

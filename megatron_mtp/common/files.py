@@ -1,12 +1,12 @@
-"""Outputs that are whole or not there: written beside their place, put on the disk, renamed; one process at a time.
+"""Atomic output: write to a temporary path, sync it to disk, then rename. A lock keeps out a second process.
 
 with written_beside(folder / "run.json") as beside:
-    beside.write_text(...)                  a failed or killed block leaves what was there before
+    beside.write_text(...)                  if the block fails or is killed, the old file stays
 
-with one_writer(output, "the corpus"):      a second process ends with a sentence
+with one_writer(output, "the corpus"):      a second process exits with an error message
     ...
 
-check_outside(output, source)               an output inside of what it is made from is refused
+check_outside(output, source)               raises if the output is inside its own source
 """
 
 import errno
@@ -21,21 +21,22 @@ from typing import IO, Any
 from filelock import FileLock, Timeout
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Endings of a model's files that hold weights."""
+"""Suffixes of weight files."""
 
 
 @contextmanager
 def written_beside(target: Path, shared: bool = False) -> Iterator[Path]:
-    """A path to write a file or to make a folder at, `<target>.partial`; renamed to the target when the block ends.
+    """Yield a temporary path, `<target>.partial`, and rename it to the target when the block ends.
 
-    An older target is replaced; where the block fails, it stays.
+    An older target is replaced. If the block fails, it is kept.
 
     Args:
-        target: the file or folder.
-        shared: other processes may write it at the same moment without a lock: the name then has the process's number.
+        target: file or folder to write.
+        shared: other processes may write the target at the same time without a lock. The temporary name then includes
+            the process id.
 
     Raises:
-        OSError: nothing can be written beside the target, or there is no space.
+        OSError: the temporary path cannot be written, or the disk is full.
     """
     if target.name in ("", ".."):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
@@ -52,10 +53,10 @@ def written_beside(target: Path, shared: bool = False) -> Iterator[Path]:
 
 
 def write_page(target: Path, text: str, flag: str) -> None:
-    """Write a page as a whole, which others may read; `flag` names its file.
+    """Write a page atomically and make it readable for others; `flag` names the file in messages.
 
     Raises:
-        ValueError: it cannot be written there.
+        ValueError: the file cannot be written.
     """
     try:
         with written_beside(target, shared=True) as beside:
@@ -65,7 +66,7 @@ def write_page(target: Path, text: str, flag: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """A file, a link or a folder with all that it holds, if it is there."""
+    """Remove a file, a link or a folder with its contents, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -73,7 +74,7 @@ def remove(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Return when the file, or every file of the folder, is on the disk."""
+    """Flush a file, or every file of a folder, to disk."""
     for file in path.rglob("*") if path.is_dir() else [path]:
         if file.is_file():
             with open(file, "rb") as stream:
@@ -81,24 +82,24 @@ def sync(path: Path) -> None:
 
 
 def synced(stream: IO[Any]) -> None:
-    """Return when what was written to the stream is on the disk."""
+    """Flush a stream to disk."""
     stream.flush()
     os.fsync(stream.fileno())
 
 
 @contextmanager
 def one_writer(output: Path, name: str) -> Iterator[None]:
-    """Hold the lock of an output, the file `<output>.lock`; a process that holds it already may enter again.
+    """Hold the lock of an output, the file `<output>.lock`. The process that holds it may enter again.
 
-    The system releases the lock when its holder ends, however that ends.
+    The operating system releases the lock when the process ends, even if it is killed.
 
     Args:
-        output: what is written.
-        name: how messages call it.
+        output: path to write.
+        name: what messages call the output.
 
     Raises:
-        ValueError: another process holds the lock, or its folder takes no files.
-        OSError: nothing can be written beside the output.
+        ValueError: another process holds the lock, or the folder is not writable.
+        OSError: nothing can be written next to the output.
     """
     file = output.with_name(f"{output.name}.lock")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -127,10 +128,10 @@ def one_writer(output: Path, name: str) -> Iterator[None]:
 
 
 def check_outside(output: Path, *sources: Path) -> None:
-    """Check that an output lies in none of the folders that it is made from; links are followed.
+    """Check that an output is not inside any of its source folders. Links are resolved.
 
     Raises:
-        ValueError: it lies in one.
+        ValueError: the output is inside a source folder.
     """
     for source in sources:
         if is_inside(output, source):
@@ -138,15 +139,15 @@ def check_outside(output: Path, *sources: Path) -> None:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """True if a path lies in a folder, or in one below it; links are followed, and nothing has to be there."""
+    """Return whether a path is a folder or inside it. Links are resolved; the path does not need to exist."""
     return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
 
 
 def without_weights(folder: Path) -> list[Path]:
-    """The files of a model's folder, but for its weights: config, tokenizer and others, which stay with it."""
+    """List the files of a model folder other than its weights: config, tokenizer and so on."""
     return [file for file in sorted(folder.iterdir()) if file.is_file() and not file.name.endswith(WEIGHTS)]
 
 
 def default_workers() -> int:
-    """Threads that read and write: one a core, but few, since the disk is the limit."""
+    """Number of threads for reading and writing: one per core, up to a small limit set by the disk."""
     return min(os.cpu_count() or 1, 4)

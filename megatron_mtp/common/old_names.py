@@ -1,4 +1,4 @@
-"""Documented imports of the release before keep working for one release, with a warning that names the new place."""
+"""Keeps the previous release's documented imports working for one release, with a warning that gives the new name."""
 
 import sys
 import warnings
@@ -19,11 +19,11 @@ OLD_NAMES = {
     "megatron_mtp.checkpoint.mcore.reader": "megatron_mtp.megatron.checkpoint.reader",
     "megatron_mtp.checkpoint.mcore.model": "megatron_mtp.checkpoint.model",
 }
-"""A module's name in the release before, and its name now."""
+"""Module names of the previous release, and their present names."""
 
 
 class _Moved(MetaPathFinder, Loader):
-    """Makes a module of an old name, which has what the module of the new name has."""
+    """Loader of a module under an old name, with the contents of the module under the new name."""
 
     @override
     def find_spec(
@@ -41,5 +41,5 @@ class _Moved(MetaPathFinder, Loader):
 
 
 def keep_old_names() -> None:
-    """Let imports of `OLD_NAMES` find the modules that moved."""
+    """Redirect imports of `OLD_NAMES` to the modules' new places."""
     sys.meta_path.append(_Moved())

@@ -1,4 +1,4 @@
-"""Progress of work that takes minutes: a moving bar in a terminal, in a log file a line now and then."""
+"""Progress of long work: a progress bar in a terminal, an occasional line in a log file."""
 
 import sys
 from typing import Any
@@ -10,7 +10,7 @@ LOG_SECONDS = 10.0
 
 
 def progress_bar(**settings: Any) -> "tqdm[Any]":
-    """A bar of tqdm's on standard error, with its settings; work of a few seconds leaves no line in a log file."""
+    """Create a tqdm bar on standard error. Work of a few seconds leaves no line in a log file."""
     if not sys.stderr.isatty():
         settings = {"mininterval": LOG_SECONDS, "delay": LOG_SECONDS, **settings}
     return tqdm(**settings)

@@ -1,19 +1,19 @@
-"""From text to batches: tokenizer and corpus, checks of what is on disk, batches shifted per depth.
+"""From text to batches: tokenizer and corpus, checks of files on disk, batches shifted by depth.
 
-batch.py             shifts, which stop at the end of a document: tokens, labels and masks of every depth, made once
-                     a batch; their cut for context parallelism, and values d positions later, also on another rank
-corpus.py            documents found, listed, chosen, read, and made .bin/.idx in parallel, written beside and renamed
-sources.py           the source of every document, by which acceptance is measured apart
-prompts.py           beginnings of documents, or the user's turns of chats, drawn by seed
-samples.py           the file of finished continuations, which kills do not harm
-messages.py          messages of published chats in one form, or refused by name; does a rendered turn hold them
-chat.py              a chat: a line of a file, in that form
-chat_template.py     chats as texts and tokens by the tokenizer's chat template, and what it puts before a turn
-counted_tokens.py    which tokens of a chat count: those that the model writes
-chat_files.py        files of chats made .bin/.idx with modes, and the lines that say what is not trained on
-best_fit.py          documents packed into rows of one length
-tokenizer.py         load a tokenizer folder, or train a byte-level BPE; texts to tokens, chats to texts
-sentence_pieces.py   a SentencePiece model behind the names of a transformers tokenizer
-checks.py            is the corpus there and whole, does the vocabulary fit it; its most frequent tokens, which MTP
-                     layers may draft
+batch.py             shifts that stop at document ends: tokens, labels and masks of every depth, created once per
+                     batch; slices for context parallelism, and values d positions later, even on another rank
+corpus.py            find, list, sample and read documents, and write .bin/.idx in parallel and atomically
+sources.py           the source of every document, to report acceptance by source
+prompts.py           prompts from document beginnings or user turns of chats, drawn by seed
+samples.py           an append-only file of finished samples that survives kills
+messages.py          normalize messages of published chats, or reject them; checks of rendered turns
+chat.py              one chat, from a line of a file
+chat_template.py     render and tokenize chats with the tokenizer's chat template; generation prompts
+counted_tokens.py    which tokens of a chat are trained on: those that the model generates
+chat_files.py        files of chats to .bin/.idx with modes; reports of what is not trained on
+best_fit.py          pack documents into rows of one length
+tokenizer.py         load a tokenizer folder, or train a byte-level BPE; tokenize text and chats
+sentence_pieces.py   a SentencePiece model with the interface of a transformers tokenizer
+checks.py            is the corpus complete, does the vocabulary fit it; its most frequent tokens, for a draft
+                     vocabulary
 """

@@ -1,11 +1,11 @@
-"""The depth-shifted batch: tokens, labels and masks of every depth, made once on whole sequences.
+"""Depth-shifted batches: tokens, labels and masks of every depth, created once on whole sequences.
 
     depth_batch(batch, D, document_BS)     Megatron's batch of whole sequences, shifted: every entry [D, B, S]
-    keep_positions(batch, positions_S)     context parallelism cuts Megatron's batch,
+    keep_positions(batch, positions_S)     context parallelism slices Megatron's batch,
     DepthBatch.at(positions_S)             and the MTP layers' entries, which stay [D, B, S] up to the loss
 
-Context parallelism cuts every document into 2R chunks of equal length for R ranks. Rank r holds chunks r and 2R-1-r, so
-that all ranks compute the same amount of causal attention. Two ranks and two documents of four positions:
+Context parallelism splits every document into 2R chunks of equal length for R ranks. Rank r holds chunks r and 2R-1-r,
+so that all ranks compute the same amount of causal attention. Two ranks and two documents of four positions:
 
     position   0 1 2 3 | 4 5 6 7
     rank       0 1 1 0 | 0 1 1 0
@@ -28,25 +28,24 @@ WITHOUT_SEQUENCE = {"cu_seqlens", "cu_seqlens_padded", "max_seqlen"}
 
 @dataclass(frozen=True)
 class DepthBatch:
-    """A microbatch, as the MTP block and the losses need it.
+    """A microbatch for the MTP block and the losses.
 
     Attributes:
-        labels_BS, loss_mask_BS: of the trunk.
-        tokens_DBS: t_{i+d}, the token whose embedding depth d sees at position i; None on a stage without tokens.
-        labels_DBS: t_{i+d+1}, what depth d predicts there.
+        labels_BS, loss_mask_BS: labels and loss mask of the trunk.
+        tokens_DBS: t_{i+d}, the token whose embedding depth d reads at position i; None on a stage without tokens.
+        labels_DBS: t_{i+d+1}, the target of depth d at position i.
         loss_mask_DBS: float; the trunk's mask, shifted.
         inside_DBS: False where the token at depth d is outside the document.
-        positions_S: the numbers of these positions in the whole sequence, on the host, where code asks for sizes and
-            choices without waiting for a GPU.
-        whole_tokens: [1 + D], float: unmasked tokens of the trunk and of every depth in the whole microbatch; the other
-            fields may be one context-parallel rank's part of it.
-        document_BS: the number of every position's document in the corpus, where acceptance is counted by document.
-        ages_DS: how many depths before the last one each depth takes its state from (`model/mixing.py`); None to take
-            the last one everywhere.
-        blocks_A: where among these positions a block drafter's blocks begin, which are all that it is trained on, on
-            the host; None for everywhere.
-        block_weight: of each: positions of the whole sequence by blocks, or 0 where this rank has a block in order to
-            have one.
+        positions_S: indices of these positions in the whole sequence, on the host, so that sizes and choices do not
+            wait for a GPU.
+        whole_tokens: [1 + D], float: number of unmasked tokens of the trunk and of every depth in the whole microbatch;
+            the other fields may be one context-parallel rank's part of it.
+        document_BS: document number in the corpus of every position, if acceptance is counted by document.
+        ages_DS: how many depths before the previous one each depth takes its state from (`model/mixing.py`); None to
+            always take the previous one.
+        blocks_A: positions, on the host, where a block drafter's blocks begin; only these are trained on. None for all.
+        block_weight: weight of each block: positions of the whole sequence divided by blocks, or 0 for the dummy block
+            of a rank without one.
     """
 
     labels_BS: Tensor
@@ -63,7 +62,7 @@ class DepthBatch:
     block_weight: float = 1.0
 
     def first(self, depths: int) -> "DepthBatch":
-        """The entries of the first so many MTP layers."""
+        """Return the entries of the first MTP layers."""
         return replace(
             self,
             tokens_DBS=None if self.tokens_DBS is None else self.tokens_DBS[:depths],
@@ -74,7 +73,7 @@ class DepthBatch:
         )
 
     def at(self, positions_S: Tensor) -> "DepthBatch":
-        """The part at these positions of every sequence; `whole_tokens` still counts all of them."""
+        """Return the part at these positions of every sequence; `whole_tokens` still counts all positions."""
         names = "labels_BS loss_mask_BS document_BS tokens_DBS labels_DBS loss_mask_DBS inside_DBS".split()
         whole = {name: value for name in names if (value := getattr(self, name)) is not None}
         index_S = to_device(positions_S, self.labels_BS.device)
@@ -82,7 +81,7 @@ class DepthBatch:
         return replace(self, positions_S=self.positions_S[positions_S], **parts)
 
     def of_blocks(self) -> "DepthBatch":
-        """The part where blocks begin, weighted so that its sums are about those of all positions."""
+        """Return the part where blocks begin, weighted so that sums approximate those over all positions."""
         if self.blocks_A is None:
             return self
         made = self.at(self.blocks_A)
@@ -90,11 +89,11 @@ class DepthBatch:
 
 
 def depth_batch(batch: dict[str, Any], depths: int, document_BS: Tensor | None = None) -> DepthBatch:
-    """The entries of every depth of a batch of whole sequences.
+    """Create the entries of every depth from a batch of whole sequences.
 
     Args:
-        batch: Megatron's; `tokens` may be None. Tokens below 0, such as the placeholders of images, are embedded as
-            token 0, and what depends on one counts nowhere.
+        batch: Megatron's batch; `tokens` may be None. Tokens below 0, such as image placeholders, are embedded as token
+            0, and targets that depend on them are masked.
         depths: D, 0 or more.
         document_BS: see `shift_left`.
     """
@@ -123,14 +122,14 @@ def depth_batch(batch: dict[str, Any], depths: int, document_BS: Tensor | None =
 
 
 def with_blocks(batch: DepthBatch, count: int, seed: tuple[int, int], positions: int) -> DepthBatch:
-    """A rank's part of a batch with the blocks that a block drafter is trained on.
+    """Return a rank's part of a batch with the blocks that a block drafter is trained on.
 
-    They are the same of every row, and depend on `seed`, which is (run, step), alone: every rank draws the same and
-    has those that begin at its own positions. A rank without any has one that does not count.
+    The blocks are the same for every row and depend only on `seed`, which is (run, step): every rank draws the same
+    blocks and keeps those that begin at its own positions. A rank without any gets one with weight 0.
 
     Args:
-        count: blocks of a whole sequence, at most.
-        positions: of a whole sequence.
+        count: maximum number of blocks of a whole sequence.
+        positions: positions of a whole sequence.
     """
     generator = torch.Generator(device="cpu").manual_seed(hash(seed) % 2**63)
     drawn = torch.randperm(positions, generator=generator, device="cpu")[:count]
@@ -141,7 +140,7 @@ def with_blocks(batch: DepthBatch, count: int, seed: tuple[int, int], positions:
 
 
 def with_ages(batch: DepthBatch, seed: tuple[int, int], positions: int) -> DepthBatch:
-    """A rank's part of a batch with the ages of the states that the MTP layers continue from (`model/mixing.py`).
+    """Return a rank's part of a batch with the ages of the states that MTP layers continue from (`model/mixing.py`).
 
     Args:
         seed: (run, step).
@@ -152,7 +151,7 @@ def with_ages(batch: DepthBatch, seed: tuple[int, int], positions: int) -> Depth
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A copy of values of the host; neither side waits for the other."""
+    """Copy values from the host without blocking either side."""
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
@@ -165,7 +164,7 @@ def mask_ignored_labels(batch: dict[str, Any]) -> None:
 
 
 def join_rows(batch: dict[str, Any]) -> None:
-    """Join the rows of a packed batch to one row, in place, with offsets [documents + 1]; they are on the host."""
+    """Join the rows of a packed batch into one row, in place, with offsets [documents + 1] on the host."""
     for name in ("cu_seqlens", "cu_seqlens_padded"):
         if batch[name] is not None:
             lengths = batch[name].diff(dim=1).flatten()
@@ -183,14 +182,14 @@ def keep_positions(batch: dict[str, Any], positions_S: Tensor) -> None:
 
 
 def positions_of_ranks(offsets: Tensor, ranks: int) -> Tensor:
-    """The positions of every rank, [R, T / R], in the order in which the rank holds them.
+    """Return the positions of every rank, [R, T / R], in the rank's order.
 
     Args:
         offsets: start of each document, and T, [documents + 1]; the length of a document is a multiple of 2R.
         ranks: size R of the context-parallel group.
 
     Raises:
-        ValueError: a document cannot be cut into 2R chunks of equal length.
+        ValueError: a document cannot be split into 2R chunks of equal length.
     """
     lengths = offsets.diff()
     if (lengths % (2 * ranks)).any():
@@ -216,43 +215,43 @@ def positions_of_ranks(offsets: Tensor, ranks: int) -> Tensor:
 #     depth 2  c 0 0 | f 0 0
 
 NO_DOCUMENT = -1
-"""The document of a padding position: nothing is shifted into it or out of it."""
+"""The document of a padding position; nothing is shifted into it or out of it."""
 
 
 def shift_left(values_BS: Tensor, depths: int, document_BS: Tensor | None = None) -> Tensor:
-    """Values d positions later, for d = 1 .. D; 0 where that position lies outside the document.
+    """Return values d positions later, for d = 1 .. D; 0 where that position is outside the document.
 
     Args:
         values_BS: tokens, labels or a mask, any dtype.
         depths: D, 0 or more.
-        document_BS: a number for every position, equal within a document, and `NO_DOCUMENT` on padding; if None, every
-            row is one document.
+        document_BS: document number of every position, and `NO_DOCUMENT` on padding; if None, every row is one
+            document.
 
     Returns:
-        Tensor [D, B, S] of the dtype of `values_BS`.
+        Tensor [D, B, S] with the dtype of `values_BS`.
     """
     shifted_DBS = _windows(values_BS, depths, 0)
     return torch.where(_inside(values_BS, depths, document_BS), shifted_DBS, torch.zeros_like(shifted_DBS[:1]))
 
 
 def inside_document(like_BS: Tensor, depths: int, document_BS: Tensor | None = None) -> Tensor:
-    """Bool [D, B, S]: whether the position d later is in the same document."""
+    """Return a bool mask [D, B, S]: whether the position d later is in the same document."""
     return _inside(like_BS, depths, document_BS).expand(depths, *like_BS.shape)
 
 
 def documents_from_eod(tokens_BS: Tensor, eod: int) -> Tensor:
-    """Documents of an unpacked stream, [B, S]; the EOD token is the last of its document."""
+    """Return the documents of an unpacked stream, [B, S]; the EOD token is the last of its document."""
     is_end_BS = (tokens_BS == eod).long()
     return is_end_BS.cumsum(dim=1) - is_end_BS
 
 
 def documents_from_offsets(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, positions: int) -> Tensor:
-    """Documents of packed (THD) rows, [B, positions]; each row has numbers of its own, so that rows can be joined.
+    """Return the documents of packed (THD) rows, [B, positions]; numbers are unique across rows, so rows can be joined.
 
     Args:
         cu_seqlens: [B, documents + 1], cumulative lengths without padding; the last one may be repeated.
-        cu_seqlens_padded: [B, documents + 1], cumulative lengths with padding: where documents really start. None where
-            the rows have no padding.
+        cu_seqlens_padded: [B, documents + 1], cumulative lengths with padding, which are the actual document starts.
+            None if the rows have no padding.
         positions: length of a row.
     """
     starts = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
@@ -276,7 +275,7 @@ def _inside(like_BS: Tensor, depths: int, document_BS: Tensor | None) -> Tensor:
 
 
 def _windows(values_BS: Tensor, depths: int, fill: int) -> Tensor:
-    """[D, B, S] view: values d positions later, `fill` beyond the end."""
+    """Return a [D, B, S] view: values d positions later, `fill` beyond the end."""
     positions = values_BS.size(1)
     padded = pad(values_BS, (0, depths), value=fill)
     return padded.unfold(1, positions, 1)[:, 1:].transpose(0, 1)
@@ -286,16 +285,16 @@ def _windows(values_BS: Tensor, depths: int, fill: int) -> Tensor:
 
 
 class LaterPositions:
-    """Places of the positions d = 1 .. D later; other ranks hold some of them.
+    """Indices of the positions d = 1 .. D later, some of which are on other ranks.
 
-    Only positions next to a cut of the sequence are exchanged. `lookup` appends their values to this rank's own, and
-    `where` gives the rows of the result.
+    Only positions next to a split of the sequence are exchanged. `lookup` appends their values to this rank's own, and
+    `where` returns row indices of the result.
 
     Args:
-        positions_S: the numbers of this rank's positions in the whole sequence, on the host.
+        positions_S: indices of this rank's positions in the whole sequence, on the host.
         depths: D.
-        group: the ranks that hold the sequence, each its own part.
-        chosen_A: which of this rank's positions `where` is asked about; None for all.
+        group: ranks that hold parts of the sequence.
+        chosen_A: which of this rank's positions `where` refers to; None for all.
     """
 
     def __init__(self, positions_S: Tensor, depths: int, group: ProcessGroup, chosen_A: Tensor | None = None) -> None:
@@ -314,7 +313,10 @@ class LaterPositions:
         self.shared = torch.cat(crossing).unique()
 
     def lookup(self, values_S: Tensor) -> Tensor:
-        """[S + exchanged positions, ...]; every rank of the group calls it with the values of its own positions."""
+        """Return [S + exchanged positions, ...].
+
+        Every rank of the group must call it with the values of its own positions.
+        """
         if not self.shared.numel():
             return values_S
         own = self.rank_of[self.shared] == self.group.rank()
@@ -326,9 +328,9 @@ class LaterPositions:
         return torch.cat([values_S, all_reduce(shared, group=self.group)])
 
     def where(self, depth: int) -> Tensor:
-        """The rows, [S], in the result of `lookup` that are `depth` positions later, on the host.
+        """Return the row indices, [S], in the result of `lookup` that are `depth` positions later, on the host.
 
-        At the end it is the last position.
+        At the end of the sequence it is the last position.
         """
         asked_S = self.positions_S if self.chosen_A is None else self.positions_S[self.chosen_A]
         later_S = (asked_S + depth).clamp(max=self.last)
@@ -339,7 +341,7 @@ class LaterPositions:
 
 
 def _of_all_ranks(positions_S: Tensor, group: ProcessGroup) -> Tensor:
-    """The positions of every rank, [R, S], on the host."""
+    """Return the positions of every rank, [R, S], on the host."""
     if group.size() == 1:
         return positions_S.unsqueeze(0)
     own_S = positions_S.to(torch.cuda.current_device())  # NCCL takes nothing else
@@ -349,13 +351,14 @@ def _of_all_ranks(positions_S: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def drawn_ages(depths: int, seed: tuple[int, int], positions_S: Tensor, whole: int) -> Tensor:
-    """k for every depth and position, [D, S], on the host; depth 1 has the trunk's state alone.
+    """Draw k for every depth and position, [D, S], on the host; depth 1 only has the trunk's state.
 
-    They depend on the seed, which is (run, step), and on the position alone: all ranks of all layouts draw the same.
+    The draws depend only on the seed, which is (run, step), and on the position, so all ranks and layouts draw the
+    same.
 
     Args:
-        positions_S: these positions' numbers in the whole sequence.
-        whole: positions of the whole sequence.
+        positions_S: indices of these positions in the whole sequence.
+        whole: number of positions of the whole sequence.
     """
     drawn = []
     for depth in range(1, depths + 1):

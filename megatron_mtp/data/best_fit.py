@@ -1,4 +1,4 @@
-"""Documents packed into rows of one length."""
+"""Pack documents into rows of one length."""
 
 from bisect import bisect_left, insort
 from collections import defaultdict
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack documents into rows, the longest first, each into the row that it leaves the least room in.
+    """Pack documents into rows, longest first, each into the row with the least remaining room that fits.
 
     Best-fit decreasing, as in arXiv:2404.10830. Documents of 5, 3, 3 and 2 positions in rows of 8: [5, 3] and [3, 2].
 
@@ -17,7 +17,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         capacity: positions of a row.
 
     Returns:
-        The numbers of the documents of every row.
+        The document indices of every row.
     """
     rows: list[list[int]] = []
     sizes: list[int] = []  # of the room that rows have left, sorted

@@ -1,8 +1,8 @@
-"""A chat: a line of a file, in one form.
+"""A chat, from one line of a file.
 
-{"messages": [{"role": "user", "content": ...}, ...], "tools": [...]}, or as ShareGPT writes it, {"conversations":
-[{"from": "human", "value": ...}, ...]}. Lines of SPEED-Bench (arXiv:2604.09557) have the turns of the user alone,
-{"turns": ["...", ...]}.
+{"messages": [{"role": "user", "content": ...}, ...], "tools": [...]}, or ShareGPT's {"conversations": [{"from":
+"human", "value": ...}, ...]}. Lines of SPEED-Bench (arXiv:2604.09557) have only the user's turns, {"turns": ["...",
+...]}.
 """
 
 import json
@@ -16,18 +16,18 @@ from megatron_mtp.data.sources import named_source
 
 @dataclass(frozen=True)
 class Chat:
-    """A line of a file. Whatever makes one brings it into the form of `data/messages.py`, or refuses it.
+    """One chat. Creation normalizes the messages as in `data/messages.py`, or rejects them.
 
     Attributes:
-        messages: each has a role and a text; what else it has is for the template.
-        tools: that the template describes; None for none.
-        variables: others that the template reads, from "chat_template_kwargs" of the line.
-        source: that the line names, if it does.
-        trained: places of the assistant's messages that no flag of theirs leaves out.
+        messages: each has a role and a text; other fields are for the template.
+        tools: tools that the template describes; None if there are none.
+        variables: other template variables, from "chat_template_kwargs" of the line.
+        source: source named in the line, if any.
+        trained: indices of the assistant's messages that no flag excludes.
 
     Raises:
-        ValueError: a message, a tool or a flag has no place in the form.
-        TypeError: the messages are none.
+        ValueError: a message, tool or flag cannot be normalized.
+        TypeError: the messages have the wrong type.
     """
 
     messages: list[dict[str, Any]]
@@ -43,7 +43,7 @@ class Chat:
 
 
 def read_chat(line: Document) -> Chat:
-    """Read the chat of a line. Raises ValueError where it is none, or is refused."""
+    """Read the chat of a line. Raise ValueError if it is not a chat, or is rejected."""
     with open(line.path, "rb") as file:
         file.seek(line.start)
         raw = file.read(line.size)
@@ -62,10 +62,10 @@ def read_chat(line: Document) -> Chat:
 
 
 def is_chat(line: dict[str, Any]) -> bool:
-    """Return whether a line of a file is a chat and no text."""
+    """Return whether a line of a file is a chat rather than text."""
     return any(key in line for key in CHATS)
 
 
 def place_of(line: Document) -> str:
-    """The file and the line, for a message."""
+    """Format file and line for a message."""
     return f"'{line.path}', line {line.line}"

@@ -1,8 +1,8 @@
-"""Files of chats made an indexed dataset, and the lines that say what of them is not trained on.
+"""Convert files of chats to an indexed dataset, and report what is not trained on.
 
 In:  JSON lines, each a chat (`data/chat.py`).
-Out: PREFIX.bin and PREFIX.idx, an indexed dataset of Megatron with modes: a document is a chat up to its last token
-     that counts, and its sequences are the spans of it that count (mode 1) and that do not (mode 0).
+Out: PREFIX.bin and PREFIX.idx, a Megatron indexed dataset with modes: a document is a chat up to its last token that
+     counts; its sequences are spans that count (mode 1) and spans that do not (mode 0).
 """
 
 import functools
@@ -34,10 +34,10 @@ LEFT_OUT = {
     "chat template renders them; give data with reasoning, or a template with {{% generation %}}, to train on thoughts",
     "empty_turns": "{} turns of the assistant are empty, and teach to answer nothing",
 }
-"""What is not trained on, or not as it was written, and the line that says so."""
+"""What is not trained on, or not as it was written, and the line that reports it."""
 
 SHOWN_LINES = 5
-"""Bad lines that are shown, of all that are counted."""
+"""Maximum number of bad lines that are shown; all are counted."""
 
 COUNTS = 1
 """Mode of a sequence whose tokens count."""
@@ -53,15 +53,15 @@ def write_chats(
     masks_history: bool = False,
     skips_bad_lines: bool = False,
 ) -> dict[str, Any]:
-    """Write the chats in lines of .jsonl files, in their order; the rest as in `write_corpus`.
+    """Write the chats of .jsonl files in order; other arguments as in `write_corpus`.
 
     Args:
         encoder: names the tokenizer.
         counts_empty_thinking, masks_history: as in `ChatEncoder`.
-        skips_bad_lines: whether to leave out lines that cannot be trained on; the result says how many, and why.
+        skips_bad_lines: whether to skip lines that cannot be trained on; the result counts them by reason.
 
     Raises:
-        ValueError: lines are not chats or are refused, or nothing counts in any.
+        ValueError: lines are not chats or are rejected, or no token counts in any.
     """
     counted, without, left_out, bad = 0, 0, Counter[str](), list[str]()
     source_of = sources_of_files({line.path for line in lines})
@@ -107,11 +107,11 @@ def _refusal(bad: list[str], count: int, lines: int) -> str:
 
 
 def lines_of(left_out: dict[str, int], chats: int, bad: Sequence[str]) -> list[str]:
-    """Lines that say what is not trained on.
+    """Return lines that report what is not trained on.
 
     Args:
         left_out: counts, by the names in `LEFT_OUT`.
-        chats: lines of all files.
+        chats: number of lines of all files.
         bad: the first bad lines, with place and reason.
     """
     said = [
@@ -121,12 +121,12 @@ def lines_of(left_out: dict[str, int], chats: int, bad: Sequence[str]) -> list[s
 
 
 def prefix_in_cache(files: Sequence[str], tokenizer: str, cache: str | None, settings: dict[str, Any]) -> str:
-    """The prefix of the dataset that `train --chat` makes: the same for the same files, tokenizer and settings.
+    """Return the prefix of `train --chat`'s dataset, which depends only on the files, the tokenizer and the settings.
 
     Args:
         files: as users name them.
         tokenizer: its folder.
-        cache: folder; None for `cache` beside the first file, as Megatron's indices.
+        cache: folder; None for `cache` next to the first file, like Megatron's indices.
         settings: what else the dataset depends on.
 
     Raises:
@@ -144,13 +144,13 @@ def prefix_in_cache(files: Sequence[str], tokenizer: str, cache: str | None, set
 
 
 class EncodedLine(NamedTuple):
-    """What a worker makes of a line.
+    """A worker's result for a line.
 
     Attributes:
         documents: tokens, and the spans of them that count.
-        left_out: counts of what does not count, by the names in `LEFT_OUT`.
-        source: that the line names, if it does.
-        refusal: why the line is refused; None where it is not.
+        left_out: counts of what is not trained on, by the names in `LEFT_OUT`.
+        source: source named in the line, if any.
+        refusal: why the line is rejected; None if it is not.
     """
 
     documents: list[tuple[np.ndarray, list[tuple[int, int]]]]

@@ -1,10 +1,10 @@
-"""Chats as texts and tokens by the tokenizer's own chat template, and what it puts before a turn that the model writes.
+r"""Render and tokenize chats with the tokenizer's own chat template, and find what it adds before a generated turn.
 
     prompt   the messages before it, with the generation prompt     <user>Hi<end><assistant>
-    turn     the messages up to it                                  <user>Hi<end><assistant>Hello<end>\\n
+    turn     the messages up to it                                  <user>Hi<end><assistant>Hello<end>\n
 
 Generation prompts differ by mode: with nothing, an empty thinking block, or the beginning of a thought. A chat is
-rendered and tokenized once a turn and mode; what a text shares with an earlier one is not tokenized again.
+rendered and tokenized once per turn and mode; parts that a text shares with an earlier one are not tokenized again.
 """
 
 import re
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-"""The tag around what the assistant writes, where a template has it."""
+"""The tag around what the assistant writes, if a template has it."""
 
 MODES: tuple[dict[str, Any], ...] = ({}, *({"enable_thinking": on, "thinking": on} for on in (False, True)))
-"""Variables by which generation prompts differ: with nothing, an empty thinking block, or the beginning of one."""
+"""Variables by which generation prompts differ: nothing, an empty thinking block, or the beginning of one."""
 
 
 class Tokenized(NamedTuple):
-    """The tokens of a text, and of its added tokens their places among them and where they start in the text."""
+    """Tokens of a text, with the index and the start in the text of each added token."""
 
     text: str
     ids: list[int]
@@ -34,13 +34,13 @@ class Tokenized(NamedTuple):
     starts: list[int]
 
     def shared(self, text: str) -> tuple[int, int]:
-        """Characters and tokens that another text begins with too, up to an added token, at which all words end."""
+        """Return how many characters and tokens another text shares at its start, up to an added token."""
         count = bisect_left(self.starts, True, key=lambda start: not text.startswith(self.text[:start]))
         return (self.starts[count - 1], self.places[count - 1]) if count else (0, 0)
 
 
 class ChatForm(NamedTuple):
-    """A chat as the template gets it."""
+    """A chat in the form that the template gets."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
@@ -48,11 +48,11 @@ class ChatForm(NamedTuple):
 
 
 class ChatPrompt(NamedTuple):
-    """What stands before a turn.
+    """What comes before a turn.
 
     Attributes:
         history: tokens of the messages before it.
-        openings: tokens that generation prompts put behind them, those of the plain one first.
+        openings: tokens that generation prompts add after them, those of the plain one first.
         texts: messages and each opening as text.
     """
 
@@ -62,13 +62,13 @@ class ChatPrompt(NamedTuple):
 
 
 class ChatTemplate:
-    """A tokenizer's chat template: messages as texts, and their tokens.
+    """A tokenizer's chat template: renders messages and tokenizes them.
 
     Args:
-        tokenizer: a fast one.
+        tokenizer: a fast tokenizer.
 
     Attributes:
-        added: its added tokens, at which all words end.
+        added: its added tokens, which end all words.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -81,11 +81,11 @@ class ChatTemplate:
         self._known = deque[Tokenized](maxlen=len(MODES))
 
     def source(self, tools: list[dict[str, Any]] | None) -> str:
-        """The template itself, which may be another one for chats with tools."""
+        """Return the template itself, which may differ for chats with tools."""
         return self._tokenizer.get_chat_template(tools=tools)
 
     def prompt(self, form: ChatForm, place: int) -> ChatPrompt:
-        """What stands before a turn, in every mode in which that differs."""
+        """Return what comes before a turn, in every mode with a different prompt."""
         history, seen = list[int](), dict[str, list[int]]()
         for mode in MODES:
             text = self.render(form, place, add_generation_prompt=True, **mode)
@@ -97,16 +97,16 @@ class ChatTemplate:
         return ChatPrompt(history, list(seen.values()), list(seen))
 
     def render(self, form: ChatForm, messages: int, **variables: Any) -> str:
-        """The text of the first messages."""
+        """Render the first messages."""
         arguments = {**form.variables, **variables}
         return apply_template(self._tokenizer, form.messages[:messages], tools=form.tools, **arguments)
 
     def blocks(self, form: ChatForm, messages: int) -> tuple[str, list[tuple[int, int]]]:
-        """Text of the first messages, and the characters of its {% generation %} blocks."""
+        """Render the first messages, and return the characters of the {% generation %} blocks."""
         return generated_spans(self._tokenizer, form.messages[:messages], tools=form.tools, **form.variables)
 
     def tokenize(self, text: str) -> list[int]:
-        """Tokens of a text; what it shares with an earlier one is not tokenized again."""
+        """Tokenize a text; the part that it shares with an earlier one is not tokenized again."""
         for known in self._known:
             start, place = known.shared(text)
             if 2 * start > len(text):
@@ -114,7 +114,7 @@ class ChatTemplate:
         return self.whole(text)[0]
 
     def whole(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens of a text, remembered for texts that begin as it does, and the characters of each."""
+        """Return the tokens of a text and the characters of each, cached for texts with the same beginning."""
         made = self.tokens(text, return_offsets_mapping=True)
         ids, characters = list[int](made.input_ids), list[tuple[int, int]](made.offset_mapping)
         places = [place for place, token in enumerate(ids) if token in self.added]
@@ -122,7 +122,7 @@ class ChatTemplate:
         return ids, characters
 
     def in_pieces(self, text: str, cuts: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens and their characters of a text; none goes beyond a cut, where a prompt ends."""
+        """Return tokens and their characters; no token crosses a cut, where a prompt ends."""
         ids, places = list[int](), list[tuple[int, int]]()
         for start, stop in pairwise([0, *cuts, len(text)]):
             made = self.tokens(text[start:stop], return_offsets_mapping=True)
@@ -131,12 +131,12 @@ class ChatTemplate:
         return ids, places
 
     def tokens(self, text: str, **more: bool) -> "BatchEncoding":
-        """Tokens of a text by itself."""
+        """Tokenize a text on its own."""
         return self._tokenizer(text, add_special_tokens=False, verbose=False, **more)
 
 
 def check_template(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raises ValueError where the tokenizer has no chat template."""
+    """Raise ValueError if the tokenizer has no chat template."""
     if tokenizer.chat_template is None:
         raise ValueError(
             f"--chat was given, but the tokenizer in '{tokenizer.name_or_path}' has no chat template; give text with "
@@ -145,6 +145,6 @@ def check_template(tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 def common_start(one: list[int], other: list[int]) -> int:
-    """The number of first tokens that both have."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))

@@ -1,10 +1,10 @@
-"""Checks of `--data-path` before training; every failure is one sentence with the flag, the value and the remedy.
+"""Checks of `--data-path` before training. Every error is one sentence with the flag, the value and how to fix it.
 
 In:  the prefixes of Megatron indexed datasets (PREFIX.bin, PREFIX.idx) and the tokenizer's vocabulary size.
 Out: nothing, or a ValueError.
 
-numpy reads the index, without Megatron. Its layout is Megatron's: 9 magic bytes, version (8 bytes), dtype code (1),
-number of sequences S (8), number of document bounds D (8), then S int32 lengths in tokens, S int64 byte offsets, D
+The index is read with numpy, without Megatron. Its layout is Megatron's: 9 magic bytes, version (8 bytes), dtype code
+(1), number of sequences S (8), number of document bounds D (8), then S int32 lengths in tokens, S int64 byte offsets, D
 int64 bounds, and in multimodal data S int8 modes.
 """
 
@@ -40,9 +40,9 @@ PARTS = ("training", "validation", "testing")
 
 
 class Index(NamedTuple):
-    """The contents of an index: type and number of tokens, numbers of documents and sequences (usually equal).
+    """Contents of an index: type and number of tokens, numbers of documents and sequences (usually equal).
 
-    `has_modes` where sequences have modes, as those of chats (`data/chat_files.py`).
+    `has_modes` is set if sequences have modes, as those of chats do (`data/chat_files.py`).
     """
 
     dtype: type[np.integer]
@@ -53,13 +53,13 @@ class Index(NamedTuple):
 
 
 def check_weights(data_path: Sequence[str]) -> None:
-    """Check that the weights of a blend are above 0; as in Megatron, an odd number of entries has none.
+    """Check that the weights of a blend are above 0. As in Megatron, an odd number of entries has no weights.
 
     Args:
         data_path: values of `--data-path`.
 
     Raises:
-        ValueError: one is not; Megatron would take another share of text.
+        ValueError: a weight is not above 0; Megatron would use other proportions.
     """
     weights = data_path[::2]
     if len(data_path) % 2 or not all(map(_is_number, weights)):
@@ -70,10 +70,10 @@ def check_weights(data_path: Sequence[str]) -> None:
 
 
 def check_data_prefixes(prefixes: Sequence[str], vocab_size: int) -> None:
-    """Check that every dataset exists, is whole and not empty, and has token ids below `vocab_size`.
+    """Check that every dataset exists, is complete and not empty, and has token ids below `vocab_size`.
 
     The highest id comes from the sidecar PREFIX.json if that belongs to the `.bin` (same number of tokens). Otherwise
-    the `.bin` is scanned: up to 64Mi tokens all of it, beyond that 64 evenly spaced slices of 1Mi tokens, which may
+    the `.bin` is scanned: all of it up to 64Mi tokens, beyond that 64 evenly spaced slices of 1Mi tokens, which may
     miss a rare id. Object storage (`s3://`, `msc://`) is not checked.
 
     Args:
@@ -90,7 +90,7 @@ def check_data_prefixes(prefixes: Sequence[str], vocab_size: int) -> None:
 
 
 def split_weights(split: str) -> list[float]:
-    """The weights of `--split`, such as 90,10,0; Megatron accepts any text and takes the numbers in it.
+    """Parse the weights of `--split`, such as 90,10,0. Megatron accepts any text and uses the numbers in it.
 
     Raises:
         ValueError: it is not a list of up to three weights, one of them above 0.
@@ -106,7 +106,7 @@ def split_weights(split: str) -> list[float]:
 
 
 def part_of(count: int, split: str, part: str, of: str = "") -> range:
-    """The documents of a part of `--split`, out of so many (of the dataset `of`), as Megatron cuts them.
+    """Return the documents of a part of `--split`, as Megatron splits them, out of this many (of the dataset `of`).
 
     Raises:
         ValueError: the part is empty.
@@ -123,14 +123,14 @@ def part_of(count: int, split: str, part: str, of: str = "") -> range:
 
 
 def check_split(prefixes: Sequence[str], split: str) -> None:
-    """Check that every part of `--split` has text: with an empty part, Megatron would not return.
+    """Check that no part of `--split` is empty; Megatron would hang.
 
     Args:
         prefixes: paths of the datasets without `.bin` and `.idx`.
         split: value of `--split`.
 
     Raises:
-        ValueError: the first dataset that has too few sequences, or chats, for a part.
+        ValueError: the first dataset with too few sequences, or chats, for a part.
     """
     wanted = [part for part, weight in zip(PARTS, split_weights(split), strict=False) if weight]
     for prefix in prefixes:
@@ -140,7 +140,7 @@ def check_split(prefixes: Sequence[str], split: str) -> None:
 
 
 def read_sidecar(prefix: str) -> dict[str, Any]:
-    """Read PREFIX.json, which data/corpus.py writes beside a dataset; empty if it is absent or damaged."""
+    """Read PREFIX.json, which data/corpus.py writes with a dataset; empty if it is missing or damaged."""
     try:
         sidecar = json.loads(Path(f"{prefix}.json").read_text())
     except (OSError, ValueError, RecursionError):
@@ -172,7 +172,7 @@ def check_tokenizer(prefixes: Sequence[str], folder: str) -> None:
 
 
 def vocabulary_digest(folder: str) -> str | None:
-    """SHA-256 of the tokens and ids in FOLDER/tokenizer.json; None if there is no such file."""
+    """Return the SHA-256 of the tokens and ids in FOLDER/tokenizer.json; None if there is no such file."""
     try:
         tokenizer = json.loads((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))
         added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
@@ -183,7 +183,7 @@ def vocabulary_digest(folder: str) -> str | None:
 
 
 def token_slices(prefix: str, index: Index) -> list[np.ndarray]:
-    """The tokens of a `.bin`, memory-mapped: all up to 64Mi, beyond that 64 evenly spaced slices of 1Mi tokens."""
+    """Return the tokens of a `.bin`, memory-mapped: all up to 64Mi, beyond that 64 evenly spaced slices of 1Mi."""
     tokens = np.memmap(f"{prefix}.bin", dtype=index.dtype, mode="r")
     length = SCAN_TOKENS // SLICES
     if len(tokens) <= SCAN_TOKENS:
@@ -196,10 +196,10 @@ def token_slices(prefix: str, index: Index) -> list[np.ndarray]:
 def most_frequent(
     prefixes: Sequence[str], weights: Sequence[float] | None, count: int, vocab_size: int
 ) -> tuple[list[int], float]:
-    """The `count` most frequent tokens below `vocab_size`, and their share of the data.
+    """Return the `count` most frequent tokens below `vocab_size`, and their share of the data.
 
-    In a dataset above 64Mi tokens, 64 evenly spaced slices of 1Mi tokens are counted: every rank counts for itself. Of
-    equally frequent tokens, the lower ids are taken.
+    For a dataset above 64Mi tokens, 64 evenly spaced slices of 1Mi tokens are counted; every rank counts for itself.
+    Ties go to the lower ids.
 
     Args:
         prefixes: paths of the datasets without `.bin` and `.idx`.
@@ -208,7 +208,7 @@ def most_frequent(
         vocab_size: number of the tokenizer's ids.
 
     Returns:
-        The ids in ascending order, and their part of all tokens.
+        The ids in ascending order, and their share of all tokens.
 
     Raises:
         ValueError: a dataset cannot be read.
@@ -251,7 +251,7 @@ def _check_files(prefix: str) -> Index:
 
 
 def read_index(prefix: str) -> Index:
-    """Read PREFIX.idx. Raises ValueError where it is not an index, or not whole."""
+    """Read PREFIX.idx. Raise ValueError if it is not an index, or is incomplete."""
     path = f"{prefix}.idx"
     size = os.path.getsize(path)
     with open(path, "rb") as file:

@@ -1,14 +1,14 @@
-"""Documents to Megatron's indexed dataset: found, chosen, read, tokenized in parallel, written beside and renamed.
+"""Write Megatron's indexed dataset: find, sample, read and tokenize documents in parallel; output is atomic.
 
 In:  files, folders and globs. A `.jsonl` file has one document per line; any other file is one document. Long ones are
      cut into parts.
 
 Out: PREFIX.bin  the tokens of all documents, one after the other, each document ended by the EOD id
      PREFIX.idx  Megatron's index: one sequence per document
-     PREFIX.json the sidecar: counts, highest token id, tokenizer, sources and the settings that made them
+     PREFIX.json the sidecar: counts, highest token id, tokenizer, sources and settings
      PREFIX.sources.npy  the source of each document (data/sources.py)
-     PREFIX.answers.npy  of texts that continue prompts: where each answer begins and ends, two int32 a document
-PREFIX.idx appears last: if it exists, all files are whole.
+     PREFIX.answers.npy  for documents that continue prompts: start and end of each response, two int32 per document
+PREFIX.idx appears last: if it exists, all files are complete.
 """
 
 import fnmatch
@@ -42,7 +42,7 @@ from megatron_mtp.data.tokenizer import Encode, Encoder
 PART_BYTES = 4 << 20
 
 TEXT_FILES = ["*.txt", "*.md", "*.py", "*.jsonl"]
-"""Names of the files that are read inside folders, unless others are given."""
+"""Default patterns of file names to read in folders."""
 
 # Size of one task: large enough to be worth sending, small enough to balance the workers and their memory.
 CHUNK_BYTES = 1 << 20
@@ -58,11 +58,11 @@ NO_TEXT = {
     b"\xff\xfe": "in UTF-16",
     b"\xfe\xff": "in UTF-16",
 }
-"""First bytes of files that would be read as text without meaning, and what such a file is."""
+"""First bytes of binary files, and the kind of file."""
 
 
 class Document(NamedTuple):
-    """Place of a document's text.
+    """Location of a document's text.
 
     Attributes:
         path: its file.
@@ -79,16 +79,16 @@ class Document(NamedTuple):
 
 
 Work = Callable[[list[Document]], list[Any]]
-"""What a worker makes of a chunk: one result for each of its documents, or parts of documents."""
+"""A worker's result for a chunk: one for each of its documents, or parts of documents."""
 
 
 def write_corpus(
     documents: Sequence[Document], encoder: Encoder, prefix: str, json_key: str, workers: int, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Tokenize documents in their order into PREFIX.bin, PREFIX.idx and PREFIX.json; returns what the last one holds.
+    """Tokenize documents in order to PREFIX.bin, PREFIX.idx and PREFIX.json. Return the contents of the last one.
 
-    A failed or killed run leaves no PREFIX.idx. More than one worker means spawned processes: a script that calls this
-    needs a `__main__` guard.
+    A failed or killed run leaves no PREFIX.idx. With more than one worker, processes are spawned: a script that calls
+    this needs a `__main__` guard.
 
     Args:
         json_key: key of the text in the lines of .jsonl files.
@@ -122,13 +122,13 @@ def write_sequences(
     prefix: str,
     settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """Write documents that are token ids already, each without its EOD, and which of their tokens are answers.
+    """Write documents of token ids, each without its EOD, and which of their tokens are responses.
 
     Args:
-        answers: the first token of every document's answer, and the one behind its last, which may be the EOD.
-        sources: of every document.
-        encoder: the tokenizer that the ids are of.
-        prefix, settings: as in `write_corpus`, whose result this has.
+        answers: index of the first token of every response, and of the token after its end, which may be the EOD.
+        sources: source of every document.
+        encoder: tokenizer of the ids.
+        prefix, settings: as in `write_corpus`, which has the same return value.
     """
     with dataset_writer(prefix, encoder, "answers.npy") as writer:
         for ids, source in zip(sequences, sources, strict=True):
@@ -140,11 +140,11 @@ def write_sequences(
 
 @contextmanager
 def dataset_writer(prefix: str, encoder: Encoder, *more: str, has_modes: bool = False) -> Iterator["DatasetWriter"]:
-    """Write a dataset's files beside the old ones, which they replace when the block ends well.
+    """Write a dataset's files to temporary paths that replace the old files when the block succeeds.
 
     Args:
-        more: endings of further files.
-        has_modes: sequences have modes.
+        more: suffixes of additional files.
+        has_modes: whether sequences have modes.
     """
     os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
     with ExitStack() as renamed:
@@ -156,10 +156,10 @@ def dataset_writer(prefix: str, encoder: Encoder, *more: str, has_modes: bool = 
 
 
 class DatasetWriter:
-    """Megatron's builder, with the smallest type that holds the ids, and what the sidecar says of the documents.
+    """Megatron's builder with the smallest integer type that holds the ids, and the sidecar's counts.
 
     Attributes:
-        paths: where the files are written, by their ending.
+        paths: temporary paths of the files, by suffix.
         record: counts of the documents so far.
     """
 
@@ -177,7 +177,7 @@ class DatasetWriter:
     def add(
         self, ids: np.ndarray, source: str, sizes: Sequence[int] | None = None, modes: Sequence[int] | None = None
     ) -> None:
-        """Add a document of a source, of one sequence or of sequences of these sizes and modes."""
+        """Add a document of a source, with one sequence or with sequences of these sizes and modes."""
         self._sources.append(self._places.setdefault(source, len(self._places)))
         self._builder.add_document(ids, [len(ids)] if sizes is None else sizes, modes)
         self.record["documents"] += 1
@@ -185,7 +185,7 @@ class DatasetWriter:
         self.record["max_token_id"] = max(self.record["max_token_id"], int(ids.max()))
 
     def finish(self, settings: dict[str, Any], **counts: Any) -> dict[str, Any]:
-        """Write index and sidecar, with these counts and settings in it; returns the sidecar."""
+        """Write index and sidecar, with these counts and settings. Return the sidecar."""
         self._builder.finalize(self.paths["idx"])
         with open(self.paths[SOURCES], "wb") as file:
             np.save(file, np.array(self._sources, dtype=np.int32))
@@ -214,9 +214,9 @@ def find_files(inputs: Sequence[str], include: Sequence[str], flag: str = "--inp
     """Find all files of the inputs, each once, sorted by name.
 
     Args:
-        inputs: files, folders and globs. Folders are searched recursively, and links are followed once.
-        include: patterns for names of files inside folders; other inputs are taken with any name.
-        flag: that named the inputs, for messages.
+        inputs: files, folders and globs. Folders are searched recursively, following each link once.
+        include: patterns for file names inside folders; files given directly may have any name.
+        flag: flag that named the inputs, for messages.
 
     Raises:
         ValueError: an input matches nothing, or no file is found at all.
@@ -240,7 +240,7 @@ def find_files(inputs: Sequence[str], include: Sequence[str], flag: str = "--inp
 
 
 def list_documents(files: Iterable[Path]) -> list[Document]:
-    """The documents of the files in order, without empty files and blank lines of .jsonl files."""
+    """List the documents of the files in order, without empty files and blank lines of .jsonl files."""
     documents: list[Document] = []
     for path in files:
         if path.suffix != ".jsonl":
@@ -255,13 +255,13 @@ def list_documents(files: Iterable[Path]) -> list[Document]:
 
 
 def choose_documents(documents: Sequence[Document], max_bytes: int | None, seed: int, shuffle: bool) -> list[Document]:
-    """A random sample of the documents, at most one document larger than `max_bytes`.
+    """Draw a random sample of the documents, of `max_bytes` plus at most one document.
 
     Args:
         documents: all documents.
         max_bytes: size of the sample; None for all documents.
         seed: seed of the sample and of the order.
-        shuffle: whether to return a random order, not the original one.
+        shuffle: whether to return a random order instead of the original one.
     """
     order = list(range(len(documents)))
     random.Random(seed).shuffle(order)
@@ -278,16 +278,16 @@ def read_document(document: Document, json_key: str) -> str:
     """Read the text of a document as UTF-8, with invalid bytes replaced.
 
     Raises:
-        ValueError: as `read_with_source`.
+        ValueError: as in `read_with_source`.
     """
     return read_with_source(document, json_key)[0]
 
 
 def read_with_source(document: Document, json_key: str) -> tuple[str, str | None]:
-    """The text of a document, and the source that its line names, if it does.
+    """Read the text of a document, and the source that its line names, if any.
 
     Raises:
-        ValueError: the file cannot be read or holds no text, or a line of a .jsonl file is not an object with a string
+        ValueError: the file cannot be read or has no text, or a line of a .jsonl file is not an object with a string
             under `json_key`.
     """
     try:
@@ -305,7 +305,7 @@ def read_with_source(document: Document, json_key: str) -> tuple[str, str | None
 
 
 def parts(document: Document) -> Iterator[Document]:
-    """The parts of a document: a long file is cut after newlines, or between characters if none is near."""
+    """Split a document into parts: a long file is cut after newlines, or between characters if none is near."""
     start, stop = document.start, document.start + document.size
     if document.line or document.size <= PART_BYTES:
         yield document
@@ -356,14 +356,14 @@ def _json_text(document: Document, line: str, json_key: str) -> tuple[str, str |
 def worked(
     start: Callable[[], Work], documents: Sequence[Document], workers: int
 ) -> Iterator[Iterator[tuple[Document, Any]]]:
-    """Yield the documents, in order, each with what the workers make of it, under a progress bar.
+    """Yield each document, in order, with the workers' result, and show a progress bar.
 
     Several workers start at once; a single worker is this process and works on demand.
 
     Args:
-        start: makes the work in a worker; it is pickled.
+        start: creates the worker's function; it is pickled.
         documents: documents, or parts of documents.
-        workers: the most processes.
+        workers: maximum number of processes.
 
     Raises:
         ValueError: a worker process died.

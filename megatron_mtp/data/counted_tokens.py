@@ -1,15 +1,14 @@
-"""Which tokens of a chat count: those that the model writes.
+r"""Which tokens of a chat are trained on: those that the model generates.
 
-Where the template has {% generation %}, its spans count. Any other template renders every turn of the assistant twice:
+If the template has {% generation %}, its spans count. With any other template, every assistant turn is rendered twice:
 
     prompt   the messages before it, with the generation prompt     <user>Hi<end><assistant>
-    turn     the messages up to it                                  <user>Hi<end><assistant>Hello<end>\\n
+    turn     the messages up to it                                  <user>Hi<end><assistant>Hello<end>\n
     counts                                                                               Hello<end>
 
-The tokens of the prompt have to be the first ones of the turn. A span ends with the first token that ends a text, since
-the model writes nothing behind it. Some templates render a turn otherwise when others follow it (they drop its
-reasoning): what the model wrote is then a document of its own, and each turn counts once, behind the tokens that the
-model saw when it wrote it.
+The turn must begin with the tokens of the prompt. A span ends at the first end token, because the model generates
+nothing after it. Some templates render a turn differently once others follow it (they drop its reasoning). The turn
+then becomes a separate document, so each turn counts once, after the tokens that the model saw when it generated it.
 """
 
 import re
@@ -41,7 +40,7 @@ class Counted(NamedTuple):
 
     Attributes:
         ids: its tokens.
-        spans: first token, and the one behind the last, of every part that counts; in order, none empty.
+        spans: first token and end (exclusive) of every part that counts; in order, none empty.
     """
 
     ids: list[int]
@@ -49,12 +48,12 @@ class Counted(NamedTuple):
 
 
 class ChatEncoder:
-    """Turns chats into documents.
+    """Converts chats to documents.
 
     Args:
         tokenizer: a fast tokenizer with a chat template.
-        counts_empty_thinking: whether an empty thinking block counts that a generation prompt can supply.
-        masks_history: whether the last turn of the assistant alone counts.
+        counts_empty_thinking: whether an empty thinking block counts even if a generation prompt can supply it.
+        masks_history: whether only the last assistant turn counts.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -68,7 +67,7 @@ class ChatEncoder:
         self._ends, self._added = end_tokens(tokenizer), self._template.added
 
     def documents(self, line: Document, chat: Chat, left_out: Counter[str] | None = None) -> list[Counted]:
-        """The documents of the chat in a line; none where nothing counts. Raises ValueError where it is refused."""
+        """Return the documents of the chat in a line; empty if nothing counts. Raise ValueError if it is rejected."""
         try:
             return self.encode(chat, left_out)
         except TurnError as error:
@@ -80,15 +79,15 @@ class ChatEncoder:
             ) from error
 
     def encode(self, chat: Chat, left_out: Counter[str] | None = None) -> list[Counted]:
-        """The documents of a chat.
+        """Return the documents of a chat.
 
         Args:
             left_out: counts what is not trained on, under the names of `LEFT_OUT`.
 
         Raises:
-            TurnError: the tokens that count of a turn do not hold what the assistant wrote.
-            ValueError: the tokens of a generation prompt are not the first ones of the turn behind it.
-            Exception: the template's own.
+            TurnError: the tokens of a turn that count do not contain what the assistant wrote.
+            ValueError: a turn does not begin with the tokens of its generation prompt.
+            Exception: an error of the template.
         """
         template = self._template.source(chat.tools)
         is_tagged, counter = GENERATION.search(template) is not None, Counter[str]()
@@ -101,14 +100,14 @@ class ChatEncoder:
         return made
 
     def _turns(self, chat: Chat, is_tagged: bool, left_out: Counter[str]) -> list[int]:
-        """Places of the turns that shall be trained on; counts the others."""
+        """Return indices of the turns to train on; count the others."""
         answers = [place for place, message in enumerate(chat.messages) if message["role"] == "assistant"]
         turns = list(chat.trained)
         left_out["masked_turns"] += len(answers) - len(turns)
         if self._masks_history:
             turns = [place for place in turns if place == answers[-1]]
             left_out["history_turns"] += len(chat.trained) - len(turns)
-        if not is_tagged and turns[:1] == [0]:  # no generation prompt stands before it
+        if not is_tagged and turns[:1] == [0]:  # no generation prompt precedes it
             left_out["opening_turns"] += 1
             turns = turns[1:]
         if not turns:
@@ -120,7 +119,7 @@ class ChatEncoder:
         return turns
 
     def _plain(self, form: ChatForm, turns: list[int], left_out: Counter[str]) -> list[Counted]:
-        """The documents of a template without tags; counts the turns that have lost their reasoning."""
+        """Return the documents of a template without tags; count turns that lost their reasoning."""
         made: list[Counted] = []
         for place in reversed(turns):
             ids, history, start, end = self._turn(form, place, left_out)
@@ -132,7 +131,7 @@ class ChatEncoder:
         return made
 
     def _turn(self, form: ChatForm, place: int, left_out: Counter[str]) -> tuple[list[int], int, int, int]:
-        """Tokens of the messages up to a turn, how many are of those before it, and the span of them that counts."""
+        """Return tokens of the messages up to a turn, how many precede the turn, and the counted span."""
         text = self._template.render(form, place + 1)
         ids, (history, openings, texts) = self._template.tokenize(text), self._template.prompt(form, place)
         found = [len(history) + len(opening) for opening in openings if _starts(ids, history + opening)]
@@ -151,7 +150,9 @@ class ChatEncoder:
         return ids, len(history), start, self._end(ids, start, len(ids))
 
     def _cut(self, text: str, prompts: list[str]) -> tuple[list[int], int] | None:
-        r"""Tokens of a text whose prompt ends within a token, and how many are the prompt's; None where it has none.
+        r"""Return tokens of a text whose prompt ends within a token, and how many are the prompt's.
+
+        None without a prompt.
 
         The model sees "assistant\n" and writes "\nyes", while "\n\n" is one token of the text.
         """
@@ -163,9 +164,9 @@ class ChatEncoder:
         return (begun + written, len(begun)) if self._tokenizer.decode(written) == text[len(prompt) :] else None
 
     def _unopened(self, text: str, ids: list[int], prompts: list[str]) -> tuple[list[int], int] | None:
-        r"""As `_cut`, where the prompts open a thought that the text has not: behind what both share.
+        r"""Like `_cut`, for prompts that open a thought that the text does not have: cut after their common prefix.
 
-        Distilled R1 is asked with "<Assistant><think>\n", and an answer is rendered as "<Assistant>yes".
+        Distilled R1's prompt ends with "<Assistant><think>\n", and an answer is rendered as "<Assistant>yes".
         """
         heads = [OPENED.sub("", prompt) for prompt in prompts if OPENED.search(prompt)]
         shared = [one for head in heads for one in (head, head.rstrip()) if text.startswith(one)]
@@ -175,7 +176,7 @@ class ChatEncoder:
         return None
 
     def _tagged(self, form: ChatForm, turns: list[int], left_out: Counter[str]) -> list[Counted]:
-        """As `_plain`, of a template with {% generation %}: one document, without what generation prompts supply."""
+        """Like `_plain`, for a template with {% generation %}: one document, without tokens of generation prompts."""
         text, blocks = self._template.blocks(form, len(form.messages))
         answers = [place for place, message in enumerate(form.messages) if message["role"] == "assistant"]
         blocks_of, prompts = dict[int, list[tuple[int, int]]](), dict[int, ChatPrompt]()
@@ -206,7 +207,7 @@ class ChatEncoder:
         return [self._closed(Counted(ids[: spans[-1][1]], spans), form.messages[turns[-1]])]
 
     def _unsupplied(self, openings: list[list[int]], ids: list[int], start: int, stop: int) -> int:
-        """The first token of a block that no generation prompt supplies; prompts may begin before the block."""
+        """Return the first token of a block that no generation prompt supplies; prompts may begin before the block."""
         ends = [
             start - back + len(opening)
             for opening in (openings[:1] if self._counts_empty_thinking else openings)
@@ -216,16 +217,19 @@ class ChatEncoder:
         return max([start, *(end for end in ends if end <= stop)])
 
     def _loses_reasoning(self, form: ChatForm, place: int, before: list[int], written: list[int]) -> bool:
-        """Whether tokens that count hold a turn without its reasoning. Raises TurnError where they lack more."""
+        """Return whether counted tokens hold a turn without its reasoning. Raise TurnError if they lack more."""
         texts = Texts(self._tokenizer.decode(before), self._tokenizer.decode(written), self._respelled)
         return not holds_reasoning(form.messages[place], f"message {place + 1} ('assistant')", texts)
 
     def _respelled(self, text: str) -> str:
-        """A text as tokens spell it."""
+        """Return a text as its tokens decode it."""
         return self._tokenizer.decode(self._template.tokens(text).input_ids)
 
     def _end(self, ids: list[int], start: int, stop: int) -> int:
-        """The end of a span: behind its first token that ends a text, or that follows it; without blanks behind it."""
+        """Return a span's end: after its first token that ends a text, or after a following one.
+
+        Without trailing blanks.
+        """
         for place in range(start, min(stop + 1, len(ids))):
             if ids[place] in self._ends:
                 return place + 1
@@ -235,7 +239,7 @@ class ChatEncoder:
         return kept if kept > start and ids[kept - 1] in self._added else stop
 
     def _closed(self, document: Counted, last: dict[str, Any]) -> Counted:
-        """A document whose last turn ends with a token that ends a text.
+        """Return a document whose last turn ends with a token that ends a text.
 
         GLM-4.5 renders none: a turn ends where the user's begins, and <|user|> ends texts. It is added and counts.
         """
@@ -248,7 +252,7 @@ class ChatEncoder:
 
     @cached_property
     def _opening(self) -> int | None:
-        """The token that ends a text and is in a message of the user; None where there is none."""
+        """Return the token that ends a text and also opens a user message; None without one."""
         ids = self._template.tokenize(self._template.render(ChatForm([{"role": "user", "content": ""}], None, {}), 1))
         return next((one for one in ids if one in self._ends), None)
 
@@ -257,7 +261,7 @@ class ChatEncoder:
 
 
 def _check_roles(chat: Chat, template: str) -> None:
-    """Raises TurnError for a role that is none of the usual ones, and none that the template names."""
+    """Raise TurnError for a role that is not a usual one and that the template does not name."""
     for number, message in enumerate(chat.messages, start=1):
         role = message["role"]
         if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
@@ -268,13 +272,13 @@ def _check_roles(chat: Chat, template: str) -> None:
 
 
 def _tokens_of(places: list[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
-    """The tokens of characters, by the characters of every token."""
+    """Return the tokens of these characters, by the characters of every token."""
     first = bisect_right(places, start, key=lambda place: place[1])
     return first, max(first, bisect_left(places, stop, key=lambda place: place[0]))
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans in order, those that touch as one."""
+    """Sort spans, and join adjacent ones."""
     made = list[tuple[int, int]]()
     for start, stop in spans:
         if made and start <= made[-1][1]:
@@ -288,13 +292,13 @@ def _starts(ids: list[int], with_ids: list[int]) -> bool:
 
 
 def spans_of(counts: np.ndarray) -> list[tuple[int, int]]:
-    """First position, and the one behind the last, of every run of positions that count."""
+    """Return first position and end (exclusive) of every run of positions that count."""
     edges = np.flatnonzero(np.diff(counts, prepend=False, append=False)).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def marked(tokenizer: "PreTrainedTokenizerBase", document: Counted) -> str:
-    """The text of a document, with what counts in white brackets: ⟦ ⟧."""
+    """Return the text of a document with the parts that count in white brackets: ⟦ ⟧."""
     edges = [0, *(edge for span in document.spans for edge in span), len(document.ids)]
     texts = [tokenizer.decode(document.ids[start:end]) for start, end in pairwise(edges)]
     return "".join(f"{OPEN}{text}{CLOSE}" if place % 2 else text for place, text in enumerate(texts))

@@ -1,13 +1,13 @@
-"""Messages of a chat in one form; what has no place in that form is refused by name.
+"""Normalize the messages of a chat. Fields that cannot be normalized are rejected by name.
 
-In:  messages as published data sets spell them: OpenAI's (parts of a content, tool_calls, function_call), ShareGPT's
-     (from, value, turns of function_call), and flags of single messages (weight, loss, train, ...).
+In:  messages as in published data sets: OpenAI's (content parts, tool_calls, function_call), ShareGPT's (from, value,
+     function_call turns), and flags of single messages (weight, loss, train, ...).
 Out: messages with role and content (text); calls are {"type": "function", "function": {"name", "arguments"}}, whose
-     arguments are JSON text. The flags are taken out.
+     arguments are JSON text. Flags are removed.
 
-`holds_reasoning` looks at what a template makes of a message, since templates drop and alter contents. Blanks do not
-matter, since templates trim. Reasoning may be missing, since templates strip it: callers count such turns. A call is
-there if the function, the names of its arguments and their texts are, in any order or spelling.
+`holds_reasoning` checks a rendered message, because templates drop and change contents. Blanks are ignored, because
+templates trim. Reasoning may be missing, because templates strip it; callers count such turns. A call counts as present
+if the function, its argument names and their values are, in any order or spelling.
 """
 
 import json
@@ -24,10 +24,10 @@ ROLES = {
     "tool": "tool observation function function_response tool_response tool_result ipython",
     "call": "function_call tool_call",
 }
-"""Roles, and their names in published data, in any case; a call is the assistant's."""
+"""Roles, and their names in published data, in any case; a call belongs to the assistant."""
 
 CHATS = ("messages", "conversations", "turns")
-"""Keys of a line under which its chat is."""
+"""Keys of a line that contain its chat."""
 
 NAMES = {name: role for role, names in ROLES.items() for name in names.split()}
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -39,17 +39,17 @@ COUNTS_IF_FALSE = ["mask", "masked"]
 LEFT_OUT_IF_TRUE = ["ignore", "ignored", "skip", "exclude"]
 FLAGS = (*COUNTS_IF_TRUE, *COUNTS_IF_FALSE, *LEFT_OUT_IF_TRUE)
 FLAG_LIKE = re.compile(r"(?<![a-z])(loss|train\w*|weights?|mask\w*|ignor\w*|skip\w*|exclud\w*)(?![a-z])")
-"""Fields that set whether a turn is trained on (the last ones set nothing if false), and others that may."""
+"""Fields that set whether a turn is trained on (the last ones set nothing if false), and similar ones."""
 
 VALUES = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 class Messages(NamedTuple):
-    """Messages in the one form.
+    """Normalized messages.
 
     Attributes:
-        messages: what else they have beside role, content and calls is for the template.
-        trained: places of the assistant's messages that no flag leaves out.
+        messages: with role, content and calls; other fields are for the template.
+        trained: indices of the assistant's messages that no flag excludes.
     """
 
     messages: list[dict[str, Any]]
@@ -57,12 +57,12 @@ class Messages(NamedTuple):
 
 
 def normal_messages(given: list[dict[str, Any]]) -> Messages:
-    """Bring messages into the one form.
+    """Normalize messages.
 
-    A call that has a message of its own joins the assistant's message right before it, since both are one turn.
+    A call in a separate message is merged into the assistant's message right before it, because both are one turn.
 
     Raises:
-        ValueError: a part, a call, a content or a flag has no place in the form; names message and field.
+        ValueError: a part, call, content or flag cannot be normalized; names message and field.
         TypeError: these are not messages.
     """
     made, trained = list[dict[str, Any]](), list[bool]()
@@ -93,10 +93,10 @@ def normal_messages(given: list[dict[str, Any]]) -> Messages:
 
 
 def normal_line(fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a line, with the system's message that ShareGPT puts beside them.
+    """Return the messages of a line, including a separate system message as in ShareGPT.
 
     Raises:
-        ValueError: the line has two messages of the system, or asks for another weight or mask than the usual one.
+        ValueError: the line has two system messages, or requests an unusual weight or mask.
     """
     *others, last = CHATS
     messages = next((fields[key] for key in others if fields.get(key)), None) or _asked(fields[last])
@@ -124,14 +124,14 @@ def normal_line(fields: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _asked(turns: list[str]) -> list[dict[str, Any]]:
-    """Messages of the user. Raises TypeError where they are none."""
+    """Return the turns as messages of the user. Raise TypeError for turns that are not strings."""
     if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
         raise TypeError
     return [{"role": "user", "content": turn} for turn in turns]
 
 
 def normal_tools(given: Any) -> list[dict[str, Any]] | None:
-    """Tools as OpenAI's `tools` has them, from these, from functions alone, or from either as JSON text.
+    """Return tools in the form of OpenAI's `tools`, from that form, from plain functions, or from JSON text of either.
 
     Raises:
         ValueError: they are not a list of objects.
@@ -145,7 +145,7 @@ def normal_tools(given: Any) -> list[dict[str, Any]] | None:
 
 
 def _text(content: Any, where: str) -> str:
-    """A content as text; parts are joined by line breaks, as the server joins them."""
+    """Return a message's content as text; parts are joined by line breaks, as the server joins them."""
     if isinstance(content, list):
         return "\n".join(_part(part, where) for part in content)
     if content is None or isinstance(content, str):
@@ -167,7 +167,7 @@ def _part(part: Any, where: str) -> str:
 
 
 def _is_trained(fields: dict[str, Any], is_assistant: bool, where: str) -> bool:
-    """What the flags of a message say, which are taken out of its fields."""
+    """Return what the flags of a message say, and remove them from its fields."""
     said = dict[str, bool]()
     for name in [name for name in fields if FLAG_LIKE.search(name.lower())]:
         value = fields.pop(name)
@@ -192,7 +192,7 @@ def _is_trained(fields: dict[str, Any], is_assistant: bool, where: str) -> bool:
 
 
 def _calls(fields: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """The calls of a message, which are taken out of its fields."""
+    """Return the calls of a message, and remove them from its fields."""
     calls = _from_json(fields.pop("tool_calls", None), f"{where}: 'tool_calls'") or []
     old = _from_json(fields.pop("function_call", None), f"{where}: 'function_call'")
     if not isinstance(calls, list):
@@ -201,7 +201,7 @@ def _calls(fields: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _called(value: Any, where: str) -> tuple[str | None, list[dict[str, Any]]]:
-    """The thoughts, and the calls, of a turn whose content is a call, or a list of them, as JSON."""
+    """Return the reasoning and the calls of a turn whose content is a call, or a list of calls, as JSON."""
     thought, tag, body = value.rpartition("</think>") if isinstance(value, str) else ("", "", value)
     calls = _from_json(body, f"{where}: the call")
     return thought + tag, [_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
@@ -231,7 +231,7 @@ _OF_MESSAGES = ("role", "from", "content", "value")
 
 
 def _from_json(given: Any, what: str) -> Any:
-    """What a JSON text holds; anything else stays, and a blank text is None."""
+    """Parse a JSON text; return other text unchanged, and None for a blank text."""
     if not isinstance(given, str):
         return given
     try:
@@ -248,7 +248,7 @@ def _kind(value: Any) -> str:
 # --- what a template makes of a message ------------------------------------------------------------------------------
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a message that hold its reasoning."""
+"""Fields of a message that contain its reasoning."""
 
 END_OF_REASONING = "</think>"
 
@@ -258,12 +258,12 @@ class TurnError(ValueError):
 
 
 class Texts(NamedTuple):
-    """What a template makes of a turn.
+    """The rendered parts of a turn.
 
     Attributes:
-        supplied: what the generation prompt has of it, such as the beginning of a thinking block.
-        written: what counts.
-        respelled: a text as tokens spell it, since some tokenizers normalize.
+        supplied: the part in the generation prompt, such as the beginning of a thinking block.
+        written: the part that counts.
+        respelled: function that converts a text to the tokens' spelling, because some tokenizers normalize.
     """
 
     supplied: str
@@ -271,7 +271,7 @@ class Texts(NamedTuple):
     respelled: Callable[[str], str]
 
     def hold(self, text: str, times: int = 1) -> bool:
-        """Whether a text is there so many times; it has to end in what counts."""
+        """Return whether a text occurs this many times; it has to end in the part that counts."""
         supplied, written = _squeezed(self.supplied), _squeezed(self.written)
 
         def count(spelled: str) -> int:
@@ -281,7 +281,7 @@ class Texts(NamedTuple):
 
 
 def holds_reasoning(message: dict[str, Any], where: str, texts: Texts) -> bool:
-    """Whether the texts hold the reasoning of a message.
+    """Return whether the rendered parts contain the reasoning of a message.
 
     Args:
         where: names the message.
@@ -311,7 +311,7 @@ def holds_reasoning(message: dict[str, Any], where: str, texts: Texts) -> bool:
 
 
 def reasoning_of(message: dict[str, Any]) -> str:
-    """The reasoning of a message beside its content; empty where there is none."""
+    """Return the reasoning of a message; empty if there is none."""
     return next((text for name in REASONING if isinstance(text := message.get(name), str) and text.strip()), "")
 
 
@@ -320,7 +320,7 @@ def _squeezed(text: str) -> str:
 
 
 def _spellings(function: dict[str, Any]) -> Iterator[set[str]]:
-    """Spellings of everything that a call's arguments name: their names, and values that are texts."""
+    """Return spellings of everything that a call's arguments name: their names, and string values."""
     for name in _names(json.loads(function["arguments"])):
         yield {name, json.dumps(name)[1:-1], json.dumps(name, ensure_ascii=False)[1:-1], repr(name)[1:-1]}
 

@@ -1,9 +1,9 @@
-"""Prompts out of a corpus, drawn by seed: prompt i is the same, however many are drawn.
+"""Prompts drawn from a corpus by seed. Prompt i is the same however many are drawn.
 
 In:  the .bin and .idx of `megatron-mtp preprocess`, or JSON lines of conversations.
 Out: the token ids of prompt i.
 
-Prompt i is of document i of a shuffled order; where all were taken, another order begins.
+Prompt i is from document i of a shuffled order; after all documents, another order begins.
 """
 
 from functools import lru_cache
@@ -28,26 +28,26 @@ class Prompts(Protocol):
     """Prompts by number.
 
     Attributes:
-        documents: how many different documents there are.
+        documents: number of different documents.
     """
 
     documents: int
 
     def source(self, number: int) -> str:
-        """The source of a prompt's document (data/sources.py)."""
+        """Return the source of a prompt's document (data/sources.py)."""
 
     def prompt(self, number: int) -> list[int]:
-        """Token ids of a prompt."""
+        """Return the token ids of a prompt."""
 
 
 class Beginnings:
-    """The first tokens of documents, or as many from anywhere in them.
+    """The first tokens of documents, or the same number from anywhere in them.
 
     Args:
-        prefix: of the .bin and .idx.
+        prefix: prefix of the .bin and .idx.
         length: tokens of a prompt.
-        seed: of the draws.
-        split, part: which documents, as `part_of` takes them.
+        seed: seed of the draws.
+        split, part: which documents, as in `part_of`.
         anywhere: whether a prompt may begin anywhere in its document.
 
     Raises:
@@ -86,15 +86,15 @@ class Beginnings:
 
 
 class UserTurns:
-    """Conversations up to a turn of the user, by the tokenizer's chat template.
+    """Conversations up to a user turn, rendered with the tokenizer's chat template.
 
-    Of turns of the user that follow each other the first is asked: the others are about its answer.
+    Of consecutive user turns, only the first is used; the others refer to its response.
 
     Args:
-        files: of JSON lines, as `read_chat` takes them.
-        tokenizer: of the model.
-        seed: of the draws.
-        split, part: which conversations, as `part_of` takes them.
+        files: JSON lines, as in `read_chat`.
+        tokenizer: tokenizer of the model.
+        seed: seed of the draws.
+        split, part: which conversations, as in `part_of`.
 
     Raises:
         ValueError: there is no such file, or the tokenizer has no chat template.
@@ -115,7 +115,7 @@ class UserTurns:
         return read_chat(line).source or self._source_of[line.path]
 
     def prompt(self, number: int) -> list[int]:
-        """Token ids of a prompt. Raises ValueError for a line that is not a conversation."""
+        """Return the token ids of a prompt. Raise ValueError for a line that is not a conversation."""
         line = self._line(number)
         chat = read_chat(line)
         roles = [None, *(message["role"] for message in chat.messages)]
@@ -135,7 +135,7 @@ class UserTurns:
 
 
 def drawn(seed: int, documents: int, number: int) -> int:
-    """The document of a prompt, out of so many."""
+    """Return the document of a prompt."""
     return int(_order(seed, documents, number // documents)[number % documents])
 
 

@@ -1,9 +1,9 @@
-"""The file of finished continuations, in the order in which they end: one line each, after a line of their settings.
+"""File of finished samples, in order of completion: a line of settings, then one line per sample.
 
     {"settings": {"load": 3735928559, "seed": 1234, "temperature": 0.7, ...}}
     {"number": 4, "prompt": [5, 12], "tokens": [7, 9, 0], "finish": "stop", "logprobs": [-0.2, -1.5, -0.7]}
 
-The file is only ever appended to. A kill cuts its last line at most; that line is removed, and its sample made again.
+The file is only ever appended to. A kill truncates at most its last line, which is removed and generated again.
 """
 
 import json
@@ -18,13 +18,14 @@ from megatron_mtp.common.files import synced
 
 @dataclass(frozen=True)
 class Sample:
-    """A finished continuation.
+    """A finished sample.
 
     Attributes:
-        number: its place among all.
-        tokens: that the model added.
-        finish: why it ended, as `Finish` of decoding/requests.py.
-        logprobs: of these tokens, before temperature and truncation; None if they were not asked for, or not given.
+        number: its index among all samples.
+        tokens: tokens that the model generated.
+        finish: why it ended, as in `Finish` of decoding/requests.py.
+        logprobs: log-probabilities of these tokens, before temperature and truncation; None if not requested or not
+            given.
     """
 
     number: int
@@ -35,15 +36,15 @@ class Sample:
 
 
 def seed_of(seed: int, number: int) -> int:
-    """The seed of a text, which no other text of any seed has."""
+    """Return the seed of a sample, unique among all samples of all seeds."""
     return (seed << 32) + number
 
 
 def read_samples(file: Path, settings: dict[str, Any]) -> dict[int, Sample]:
-    """The samples in a file by number; none where the file is not there yet.
+    """Read the samples of a file by number; empty if there is no file yet.
 
     Raises:
-        ValueError: they were made with other settings, or a line is damaged.
+        ValueError: they were generated with other settings, or a line is damaged.
     """
     samples: dict[int, Sample] = {}
     kept: dict[str, Any] = {}
@@ -70,7 +71,7 @@ def read_samples(file: Path, settings: dict[str, Any]) -> dict[int, Sample]:
 
 @contextmanager
 def appended(file: Path, settings: dict[str, Any]) -> Iterator[Callable[[Sample], None]]:
-    """A function that appends a sample: when it returns, the sample is on the disk."""
+    """Return a function that appends a sample: when it returns, the sample is on disk."""
     with open(file, "ab") as stream:
 
         def append(line: dict[str, Any]) -> None:

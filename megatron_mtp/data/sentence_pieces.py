@@ -1,8 +1,8 @@
-"""SentencePiece models (Kudo and Richardson 2018, arXiv:1808.06226), as three of Megatron's tokenizers train with them.
+"""SentencePiece models (Kudo and Richardson 2018, arXiv:1808.06226), which three of Megatron's tokenizers use.
 
-In:  a `tokenizer.model`, without the files of transformers beside it.
-Out: the part of a transformers tokenizer that this package reads. The sentencepiece library encodes, so that ids are
-     those of the training; a compiled decoder reads tokens one by one, for streams.
+In:  a `tokenizer.model` without transformers' files.
+Out: the subset of a transformers tokenizer that this package uses. The sentencepiece library encodes, so ids match
+     training; a compiled decoder reads tokens one by one, for streams.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 MODEL = "tokenizer.model"
 OF_TRANSFORMERS = ("tokenizer.json", "tokenizer_config.json")
-"""Files without which transformers guesses how to split a text."""
+"""Files without which transformers guesses how to split text."""
 SPACE = "▁"
 
 
 def model_in(path: Path) -> Path | None:
-    """The SentencePiece model of a tokenizer's file or folder; None where transformers reads the folder."""
+    """Return the SentencePiece model of a tokenizer's file or folder; None if transformers can read the folder."""
     if path.is_file() and path.suffix == ".model":
         return path
     is_alone = (path / MODEL).is_file() and not any((path / name).is_file() for name in OF_TRANSFORMERS)
@@ -26,7 +26,7 @@ def model_in(path: Path) -> Path | None:
 
 
 class Encoded(dict[str, list[int]]):
-    """Token ids, as transformers returns them."""
+    """Token ids in the form that transformers returns."""
 
     @property
     def input_ids(self) -> list[int]:
@@ -37,16 +37,16 @@ class Encoded(dict[str, list[int]]):
 
 
 class SentencePieces:
-    """A SentencePiece model behind the names of a transformers tokenizer.
+    """A SentencePiece model with the interface of a transformers tokenizer.
 
     Attributes:
-        is_fast: False, since `backend_tokenizer` decodes and does not encode.
+        is_fast: False, because `backend_tokenizer` decodes but does not encode.
         backend_tokenizer: decodes tokens one by one.
-        name_or_path: the model's folder.
-        eos_token_id, bos_token_id, pad_token_id: None where the model has no such token.
+        name_or_path: folder of the model.
+        eos_token_id, bos_token_id, pad_token_id: None if the model has no such token.
 
     Raises:
-        ValueError: the package sentencepiece is missing, or the file is not a model of it.
+        ValueError: the package sentencepiece is missing, or the file is not one of its models.
     """
 
     is_fast = False
@@ -94,11 +94,11 @@ class SentencePieces:
         return int(self._model.get_piece_size())
 
     def get_vocab(self) -> dict[str, int]:
-        """Ids of all tokens."""
+        """Return the ids of all tokens."""
         return dict(self._ids)
 
     def __call__(self, text: str, **_: Any) -> Encoded:
-        """Ids of a text, without a token at its beginning or end; special tokens in it are text."""
+        """Encode a text without BOS or EOS; special tokens in it are treated as text."""
         return Encoded(input_ids=self._model.encode(text))
 
     def encode_batch_fast(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[Encoded]:
@@ -106,5 +106,5 @@ class SentencePieces:
         return [self(text) for text in texts]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of tokens; special ones have none."""
+        """Decode tokens to text; special tokens have none."""
         return str(self._model.decode([int(one) for one in ids]))

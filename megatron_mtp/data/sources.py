@@ -1,17 +1,16 @@
-"""The source of every document of a corpus, by which acceptance is measured apart: code, chat, another language.
+"""The source of every document of a corpus, to report acceptance by source: code, chat, another language.
 
-A line of JSON lines names its own: `category`, as the lines of SPEED-Bench do, else `source`. Any other document is of
-the folder below the one that holds all files, or of its .jsonl file there:
+A JSON line names its own source: `category`, as in SPEED-Bench, or else `source`. The source of any other document is
+the folder, or the .jsonl file, directly below the folder that contains all files:
 
     texts/code/a/one.py     code
     texts/prose/two.txt     prose
     texts/chats.jsonl       chats
     texts/three.txt         texts
 
-PREFIX.sources.npy has a number for every document, int32: a place among the names, `sources` in PREFIX.json.
+PREFIX.sources.npy has a number for every document, int32: an index into `sources` in PREFIX.json.
 
-Training numbers the documents of all its corpora: a corpus' first number follows from its prefix, whatever others
-there are.
+Training numbers the documents of all its corpora: a corpus' first number depends only on its prefix, not on the others.
 """
 
 import os
@@ -25,23 +24,23 @@ import numpy as np
 from megatron_mtp.data.checks import read_index, read_sidecar
 
 SOURCES = "sources.npy"
-"""Ending of the file."""
+"""Suffix of the file."""
 
 MOST_DOCUMENTS = 2**31
-"""Most documents of a corpus."""
+"""Maximum number of documents of a corpus."""
 
 KEYS = ("category", "source")
-"""Keys of a line that name its source; the first that is there counts."""
+"""Keys of a line that name its source; the first existing one counts."""
 
 
 def named_source(fields: Any) -> str | None:
-    """The source that a line names; None if it names none."""
+    """Return the source that a line names; None if it names none."""
     found = (fields.get(key) for key in KEYS) if isinstance(fields, dict) else ()
     return next((name for name in found if isinstance(name, str) and name), None)
 
 
 def sources_of_files(paths: Iterable[str]) -> dict[str, str]:
-    """The source of documents that name none, by the path of their file."""
+    """Return the sources of documents that name none, by the path of their file."""
     files = {path: Path(os.path.abspath(path)) for path in paths}
     if not files:
         return {}
@@ -57,12 +56,12 @@ def sources_of_files(paths: Iterable[str]) -> dict[str, str]:
 
 
 def read_sources(prefix: str) -> tuple[list[str], np.ndarray]:
-    """The names of a corpus' sources, and the place of every document's among them, [documents] or more.
+    """Read the source names of a corpus, and the index of every document's, [documents] or more.
 
-    A corpus that was made without them is one source, named by its prefix.
+    A corpus without sources is one source, named by its prefix.
 
     Raises:
-        ValueError: the file of sources is damaged, or of another corpus.
+        ValueError: the file of sources is damaged, or belongs to another corpus.
     """
     names = read_sidecar(prefix).get("sources")
     if names is None:
@@ -79,12 +78,12 @@ def read_sources(prefix: str) -> tuple[list[str], np.ndarray]:
 
 
 def first_number(prefix: str) -> int:
-    """The number of a corpus' first document in training."""
+    """Return the number of a corpus' first document in training."""
     return zlib.crc32(prefix.encode()) * MOST_DOCUMENTS
 
 
 def sources_of(numbers: Iterable[int], prefixes: Iterable[str]) -> list[str]:
-    """The sources of documents by their numbers in training, which are of these corpora."""
+    """Return the sources of documents by their numbers in training, given these corpora."""
     corpora = {first_number(prefix): read_sources(prefix) for prefix in set(prefixes)}
     found = []
     for number in numbers:

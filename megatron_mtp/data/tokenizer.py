@@ -1,12 +1,12 @@
 """Tokenizers: train a byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909), load any Hugging Face folder, encode.
 
-A SentencePiece model alone is read as well (sentence_pieces.py).
+Plain SentencePiece models can be read too (sentence_pieces.py).
 
 In:  an iterable of texts, or a folder with a tokenizer.
 Out: a folder that both `transformers.AutoTokenizer` and Megatron's `--tokenizer-type HuggingFaceTokenizer
      --tokenizer-model FOLDER` load, and an `Encoder` that turns texts into token ids inside a worker process.
 
-`transformers` takes seconds to import, so functions import it, and a worker starts without it.
+`transformers` takes seconds to import, so it is imported inside functions, and a worker starts without it.
 """
 
 import copy
@@ -41,13 +41,13 @@ Encode = Callable[[list[str]], list[list[int]]]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Path:
-    """Train a byte-level BPE and save it to a folder, which is returned; the same texts always give the same files.
+    """Train a byte-level BPE, save it to a folder and return the folder. The same texts always give the same files.
 
-    The vocabulary has exactly `vocab_size` entries: `<|endoftext|>` (id 0, the end of a document), `<|padding|>`
-    (id 1), the 256 bytes, then the merges. Encoding and decoding returns every string unchanged.
+    The vocabulary has exactly `vocab_size` entries: `<|endoftext|>` (id 0, the end of a document), `<|padding|>` (id
+    1), the 256 bytes, then the merges. Encoding and decoding returns every string unchanged.
 
     Raises:
-        ValueError: `vocab_size` is below 258, or the texts are too few to fill it; `folder` holds other files.
+        ValueError: `vocab_size` is below 258, or there is too little text to fill it; `folder` has other files.
     """
     folder = Path(folder)
     if vocab_size < SMALLEST_VOCAB:
@@ -91,7 +91,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Path
 
 
 def interruptible(work: Callable[[], None]) -> None:
-    """Do compiled work, which returns to Python at its end alone, in a thread; this one can receive Ctrl-C."""
+    """Run compiled code, which returns to Python only at its end, in a thread, so that this one can receive Ctrl-C."""
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -111,7 +111,7 @@ def interruptible(work: Callable[[], None]) -> None:
 def load_tokenizer(
     folder: str | Path, eod_token: str | None = None, trust_remote_code: bool = False
 ) -> "PreTrainedTokenizerBase":
-    """Load a local Hugging Face tokenizer whose `eos_token` is the token that ends a document; no network is used.
+    """Load a local Hugging Face tokenizer whose `eos_token` ends documents, without network access.
 
     Args:
         eod_token: replaces the folder's own `eos_token`.
@@ -143,9 +143,9 @@ def load_tokenizer(
 
 
 def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
-    """Load a folder's tokenizer with transformers, without a question at the terminal about the folder's code.
+    """Load a folder's tokenizer with transformers, without an interactive question about the folder's code.
 
-    A folder that has a SentencePiece model alone, or the path of such a model, is loaded with sentencepiece.
+    A folder with only a SentencePiece model, or the path of such a model, is loaded with sentencepiece.
 
     Raises:
         ValueError: it cannot be loaded, or not without its code.
@@ -173,12 +173,12 @@ def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> "PreTrained
 
 
 def entries(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """The number of ids that can occur: the highest id plus one, even if ids have gaps."""
+    """Return the number of ids: the highest id plus one, even if ids have gaps."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
 def end_tokens(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
-    """Ids that end a text: the tokenizer's eos and every `eos_token_id` of the model's files in its folder.
+    """Return the ids that end an output: the tokenizer's eos and every `eos_token_id` in the model folder's files.
 
     A model that chats ends its turns with ids that generation_config.json or config.json lists, beside the eos of the
     tokenizer, which may only end documents.
@@ -193,14 +193,14 @@ def end_tokens(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
 
 
 def sampling_defaults(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
-    """Sampling settings of generation_config.json in the tokenizer's folder, by name; neutral values are left out."""
+    """Return the sampling settings of generation_config.json in the tokenizer's folder, without neutral values."""
     found = _object_in(Path(tokenizer.name_or_path) / GENERATION_CONFIG)
     given = {name: found[name] for name in NEUTRAL if found.get(name) is not None}
     return {name: value for name, value in given.items() if value != NEUTRAL[name]}
 
 
 def _object_in(file: Path) -> dict[str, Any]:
-    """A JSON file's object; empty where there is no file. Raises ValueError for a file that holds none."""
+    """Return a JSON file's object; empty without the file. Raise ValueError for a file without an object."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -213,7 +213,7 @@ def _object_in(file: Path) -> dict[str, Any]:
 
 
 def _decoded_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose tool calls have their arguments as objects, which are often sent as JSON.
+    """Return messages whose tool calls have arguments as objects; clients often send them as JSON.
 
     Raises:
         ValueError: arguments are not JSON.
@@ -240,7 +240,7 @@ def apply_template(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str
 def generated_spans(
     tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], **arguments: Any
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text of `apply_template`, and first character and the one behind the last of every {% generation %} block."""
+    """Return the text of `apply_template`, and start and end (exclusive) of every {% generation %} block."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     texts, spans = render_jinja_template(
@@ -255,7 +255,7 @@ def generated_spans(
 def _applied(
     tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], arguments: dict[str, Any]
 ) -> tuple[str, list[dict[str, Any]]]:
-    """The text of messages, and the form of them that it is made of: arguments of calls as objects, or else as JSON.
+    """Render messages, with arguments of calls as objects, or else as JSON; return the text and the form used.
 
     A template that joins them as text, such as DeepSeek-V3's, fails with objects, or writes them as Python does.
     """
@@ -280,13 +280,13 @@ def _is_python(value: dict[str, Any], text: str) -> bool:
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokenizer for worker processes: it can be pickled.
+    """A picklable tokenizer for worker processes.
 
     Attributes:
         folder: folder of the tokenizer.
         eod_token, eod_id: the token that ends a document; no text is encoded to it.
-        vocab_size: number of ids that can occur.
-        backend_json: a fast tokenizer as JSON, so that a worker need not import `transformers`; None for a slow one.
+        vocab_size: number of ids.
+        backend_json: a fast tokenizer as JSON, so that a worker does not import `transformers`; None for a slow one.
         trust_remote_code: whether to run the folder's Python code.
     """
 
@@ -301,7 +301,7 @@ class Encoder:
     def from_folder(
         cls, folder: str | Path, eod_token: str | None = None, trust_remote_code: bool = False
     ) -> "Encoder":
-        """Load the tokenizer in a folder; arguments and errors as in `load_tokenizer`."""
+        """Load the tokenizer of a folder; arguments and errors as in `load_tokenizer`."""
         tokenizer = load_tokenizer(folder, eod_token, trust_remote_code)
         return cls(
             folder=os.path.abspath(folder),
@@ -313,7 +313,7 @@ class Encoder:
         )
 
     def start(self) -> Encode:
-        """Return the function that encodes a list of texts to a list of id lists, without BOS, EOS or the EOD id.
+        """Return a function that encodes a list of texts to a list of id lists, without BOS, EOS or the EOD id.
 
         The function raises ValueError if a text contains the EOD token and cannot be encoded without its id.
         """

@@ -1,13 +1,13 @@
-"""Automatic K: the number of drafts that gives most tokens a second, 0 included.
+"""Automatic K: choose the number of draft tokens with the highest throughput, including K = 0.
 
-With a_k the chance that position k is accepted given the ones before, K drafts yield 1 + sum_{j<=K} prod_{k<=j} a_k
-tokens in the time of K drafts and one forward of K + 1 rows. Both are measured while decoding.
+With a_k the probability that position k is accepted given the ones before, K drafts yield 1 + sum_{j<=K} prod_{k<=j}
+a_k tokens in the time of K drafts and one forward pass of K + 1 rows. Both are measured while decoding.
 
-While K = 0 is best, drafting rests. A draft is tried again after 16, 32, 64, ... plain steps, as long as drafting has
-cost less than `SHARE` of the time beyond plain decoding. After a rest the drafter has to run the rows of all tokens
-emitted meanwhile. That is part of the price: where it exceeds the share, the next draft waits for more time to pass.
-The measurements hold for all batches of one size that a model generates. A time is the lower quartile of the last ones,
-without a K's first steps, so that neither what is prepared or compiled nor other load on the machine decide.
+While K = 0 is best, drafting is paused. It is retried after 16, 32, 64, ... plain steps, as long as drafting has cost
+less than `SHARE` of the time on top of plain decoding. After a pause the drafter must first run the rows of all tokens
+emitted meanwhile. This is part of the cost: if it exceeds the share, the next retry waits longer. Measurements are
+shared by all batches of the same size. A time is the lower quartile of the latest ones, excluding a K's first steps, so
+that compilation and other load on the machine do not decide.
 """
 
 import math
@@ -23,57 +23,62 @@ from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.decoding.config import MOST_DRAFTED
 
 RECENT = 32
-"""Steps of each kind whose times are remembered."""
+"""Number of remembered times for each kind of step."""
 
 STALE = 12
-"""Steps after which the times of a K give way to its next one, since other load on the machine comes and goes."""
+"""Steps after which the times of a K are replaced at its next step, because other load on the machine varies."""
 
 FAR_BEHIND = MOST_DRAFTED + 1
-"""Rows that a drafter runs at most where every step drafts."""
+"""Maximum number of rows that a drafter catches up if every step drafts."""
 
 WORTH_A_CHANGE = 1.05
-"""Drafts have to promise so many times the rate of plain steps before a drafter catches up."""
+"""Factor over the rate of plain steps that drafting must promise before a drafter catches up."""
 
 UNTIMED_STEPS, TRIED_STEPS, TRIAL_STEPS = 2, 4, 8
-"""First steps of a K, which take longer, as what was prepared is of another K; steps of a K that is tried in the place
-of another one, and after a rest."""
+"""Number of first steps of a K that are not timed, because they are slower; steps of a K that is tried instead of
+another one, and after a pause.
+"""
 
 PLAIN_AGAIN, PLAIN_STEPS = 200, 8
-"""Steps with drafts after which so many plain ones are timed again. The first of them are slow, as caches are cold."""
+"""After this many steps with drafts, this many plain ones are timed again. The first of them are slow, because caches
+are cold.
+"""
 
 MEMORY = 0.97
-"""The weight of earlier acceptances after one more step with drafts."""
+"""Weight of earlier acceptance after one more step with drafts."""
 
 FIRST_DRAFTS = 2
-"""K of the first steps; more where they show that more may pay."""
+"""K of the first steps; increased if they show that more may pay off."""
 
 FIRST_STEPS = (1,) * (UNTIMED_STEPS + 1) + (0,) * PLAIN_STEPS
 """Which of the first steps draft."""
 
 MOST_HELD = 31
-"""Steps without another choice where K was chosen several times in a row: choosing takes as long as a small draft."""
+"""Maximum number of steps without a new choice if the same K was chosen several times in a row, because choosing takes
+as long as a small draft.
+"""
 
 FIRST_REST_STEPS = 16
-"""Plain steps before the first trial; every further rest is twice as long."""
+"""Plain steps before the first retry; every further pause is twice as long."""
 
 MAX_REST_STEPS = 512
-"""Plain steps after which the price of another draft is looked at again, however far away it was."""
+"""Maximum number of plain steps before the cost of another draft is checked again."""
 
 FEW_TIMINGS = 6
-"""Times of a K that are too few to speak against it: first steps take longer."""
+"""Number of times that is too small to reject a K, because first steps take longer."""
 
 SHARE = 0.01
-"""The share of the time so far that drafting may have cost when a draft is tried again."""
+"""Maximum fraction of the time so far that drafting may have cost before a draft is retried."""
 
 
 @dataclass
 class AutoK:
-    """Picks K per step.
+    """Chooses K for each step.
 
     Attributes:
-        most: the largest K to consider.
-        at_once: whether a draft takes as long for any K.
-        rests: plain steps are best, and a drafter need not keep up; the same on all ranks.
+        most: largest K to consider.
+        at_once: whether drafting takes the same time for any K.
+        rests: whether drafting is paused, so a drafter does not need to keep up; the same on all ranks.
     """
 
     most: int
@@ -100,20 +105,20 @@ class AutoK:
 
     @property
     def holds(self) -> bool:
-        """True if the next step has the K of the last one, whatever it is told."""
+        """Whether the next step keeps the K of the last one, whatever is measured."""
         return self._held > 0
 
     def change_batch(self) -> None:
-        """Choose anew: the next step is of other sequences, which a drafter may not have kept up with."""
+        """Reset: the next step has other sequences, which a drafter may not have kept up with."""
         if not self.rests:
             self._held = 0
 
     def choose(self, missed: int = 0, left: float = math.inf) -> int:
-        """K of the next step; with several ranks the first one's choice, since their clocks differ.
+        """Return K of the next step; with several ranks, the first one's choice, because their clocks differ.
 
         Args:
-            missed: rows of a sequence that the drafter has not run.
-            left: tokens that a sequence may still get.
+            missed: number of rows per sequence that the drafter has not run.
+            left: number of tokens that a sequence may still get.
         """
         if self._held:
             self._held -= 1
@@ -128,7 +133,7 @@ class AutoK:
         return self._count
 
     def learn(self, count: int, step: AcceptanceStats, overhead: float = 0.0) -> None:
-        """Take in what one step with K = `count` took and gave, and the seconds that the engine took around it."""
+        """Record what a step with K = `count` took and gained, and the seconds that the engine spent around it."""
         drafter, target = step.drafter_seconds, step.target_seconds + overhead
         self._elapsed += drafter + target
         self._steps += 1
@@ -154,10 +159,10 @@ class AutoK:
         self._behind = 1
 
     def rates(self, caught_up: bool = False) -> list[float]:
-        """Tokens a second that K = 0 .. most promise, over all that are left.
+        """Return the expected tokens per second of K = 0 .. most, over the remaining tokens.
 
         Args:
-            caught_up: leave out what the drafter takes for the rows that it has missed.
+            caught_up: whether to ignore the time for rows that the drafter has missed.
         """
         catching_up = 0.0 if caught_up else self._catching_up() / self._left
         draft, seconds_of = _usual(self._draft), self._seconds()
@@ -170,7 +175,7 @@ class AutoK:
         return rates
 
     def _plan(self) -> tuple[int, int]:
-        """K of the next step, and how many further steps have it without another choice."""
+        """Return K of the next step, and for how many steps it holds without another choice."""
         if self.rests:
             missing = self._missing_seconds()
             if missing > 0:
@@ -201,33 +206,33 @@ class AutoK:
 
     @property
     def _few(self) -> int:
-        """K of the first steps, and of a trial."""
+        """Return K of the first steps, and of a trial."""
         return min(self.most, FIRST_DRAFTS)
 
     def _best(self, rates: list[float]) -> int:
-        """K of the highest rate."""
+        """Return the K with the highest rate."""
         if self._behind > 1:
             rates[0] *= WORTH_A_CHANGE
         return rates.index(max(rates))
 
     def _forget_times(self) -> None:
-        """Let go of what steps with drafts took: that of a slower moment may keep a K from being tried again."""
+        """Drop the times of steps with drafts: times from a slower period may keep a K from being tried again."""
         for count in [count for count in self._target if count]:
             del self._target[count], self._timed_at[count]
 
     def _missing_seconds(self) -> float:
-        """Seconds of plain decoding that are missing until another draft costs no more than `SHARE` of all."""
+        """Return how many more seconds of plain decoding it takes until another draft costs at most `SHARE` of all."""
         lost = self._drafting - self._worth * _usual(self._target[0])  # beyond plain decoding to the same tokens
         return (lost + self._price()) / SHARE - self._elapsed
 
     def _price(self) -> float:
-        """Seconds of a trial's drafts and of the rows that the drafter has to catch up on, as the last ones took."""
+        """Return the expected seconds of a trial's drafts and of the rows that the drafter must catch up on."""
         if not self._draft:
             return float("inf")
         return TRIAL_STEPS * self._passes(self._few) * _usual(self._draft) + self._catching_up()
 
     def _catching_up(self) -> float:
-        """Seconds that the drafter needs for the rows it has missed: as the last ones, or a pass for each at first."""
+        """Return the expected seconds for rows that the drafter missed: as last timed, or one pass per row at first."""
         if self._behind == 1:
             return 0.0
         if self._caught_up is None:
@@ -236,11 +241,14 @@ class AutoK:
         return self._behind * max(seconds - self._passes(count) * _usual(self._draft), 0.0) / rows
 
     def _passes(self, count: int) -> int:
-        """Passes of a draft; all take the same time."""
+        """Return the passes of a draft; all take the same time."""
         return 1 if self.at_once else count
 
     def _seconds(self) -> list[float]:
-        """Of forwards of 1, 2, ... rows: between those that were timed often, or less where a few times say so."""
+        """Return seconds of forwards of 0 ..
+
+        Most drafts: interpolated between frequent ones, or less if few timings say so.
+        """
         known = {count: _usual(times) for count, times in self._target.items()}
         often = {count: known[count] for count in known if count == 0 or len(self._target[count]) >= FEW_TIMINGS}
         return [
@@ -249,7 +257,10 @@ class AutoK:
         ]
 
     def _chances(self) -> list[float]:
-        """Conditional acceptance of every position. The prior is that of the position before, and 0.5 for the first."""
+        """Return the conditional acceptance of every position.
+
+        The prior is the previous position's, and 0.5 for the first.
+        """
         hits = [*self._hits, *[0] * self.most]
         offers = [*self._offers, *[0] * self.most]
         reached, chances = [offers[0], *hits], [0.5]
@@ -259,12 +270,12 @@ class AutoK:
 
 
 def _usual(times: Collection[float]) -> float:
-    """The lower quartile: other load on the machine makes steps longer, and never shorter."""
+    """Return the lower quartile: other load on the machine makes steps longer, never shorter."""
     return sorted(times)[len(times) // 4]
 
 
 def _between(seconds: dict[int, float], count: int) -> float:
-    """Those of a forward of K + 1 rows; interpolated between measured K."""
+    """Return the seconds of a forward of K + 1 rows, interpolated between measured K."""
     below = max((known for known in seconds if known <= count), default=min(seconds))
     above = min((known for known in seconds if known >= count), default=max(seconds))
     if above == below:

@@ -1,17 +1,18 @@
-"""Backends run rows through the layers of a model: the trunk, and each MTP layer.
+"""Backends run rows through the layers of a model: the trunk and each MTP layer.
 
-`Modules` is the core's: the trained modules, and in the place of a layer that `dense_layer` knows the same weights with
-less in between. Packages add others by an entry point:
+`Modules` is the default: the trained modules, with faster forwards for the layers that `dense_layer` supports. Packages
+add others by an entry point:
 
     [project.entry-points."megatron_mtp.backends"]
     mine = "my_package.mine:Mine"        # a subclass of Modules
 
-The first one that fits the model runs it; one that does not raises `Unfit` when it is made. It may override the
-methods `run`, `draft`, `accept` and `product`, call the core's for what it leaves to them, and read all attributes of
-`Modules`, `Stack`, `Pass` and `Sequences`. rows.py, kv_cache.py and recurrent_layers.py describe rows, caches and
+The first backend that fits the model runs it; a backend that does not fit raises `Unfit` on creation. It may override
+`run`, `draft`, `accept` and `product`, call the base class for cases that it does not handle, and read all attributes
+of `Modules`, `Stack`, `Pass` and `Sequences`. rows.py, kv_cache.py and recurrent_layers.py describe rows, caches and
 recurrent layers.
 
-Letters in names: S rows of a forward (Megatron's sequence), B batch, R the same rows, H hidden, V vocabulary, N drafts.
+Letters in names: S rows of a forward pass (Megatron's sequence), B batch, R the same rows, H hidden, V vocabulary, N
+drafts.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,19 +38,19 @@ from megatron_mtp.spec.registry import Registry
 
 
 class Unfit(Exception):  # noqa: N818 - no error, but an answer
-    """A backend does not run this model."""
+    """Raised when a backend does not support this model."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """The layers of the trunk, or of an MTP layer.
+    """Layers of the trunk or of an MTP layer.
 
     Attributes:
-        layers: their modules.
-        short: the forward that `dense_layer` has for each; None where it has none.
-        last: the norm after them; None without.
+        layers: the modules.
+        short: the forward of `dense_layer` for each; None if it has none.
+        last: norm after them; None if there is none.
         mtp: the MTP layer; None for the trunk.
-        read: numbers of the trunk's layers whose states a drafter reads, from 1; none without one.
+        read: numbers of the trunk layers whose states a drafter reads, from 1; empty without a drafter.
     """
 
     layers: Sequence[Any]
@@ -60,21 +61,21 @@ class Stack:
 
     @property
     def is_short(self) -> bool:
-        """True if `dense_layer` has a forward for every layer."""
+        """Whether `dense_layer` has a forward for every layer."""
         return None not in self.short
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Rows of every sequence that MTP layer `depth` is to run.
+    """Rows of every sequence that MTP layer `depth` has to run.
 
-    With t_m a sequence's newest token, row i stands at m + first + i and merges the token `ahead` places after it.
-    Tokens after t_m are those that earlier passes of the draft have given.
+    With t_m a sequence's newest token, row i is at position m + first + i and merges the token `ahead` places after it.
+    Tokens after t_m were drafted by earlier passes.
 
     Attributes:
         count: number of rows.
-        from_trunk: whether it continues the trunk's states of these rows, or the last states of the pass before.
-        keeps: whether its keys and values are kept; if not, its rows attend to those before row m alone.
+        from_trunk: whether it continues the trunk's states of these rows, or the last states of the previous pass.
+        keeps: whether its keys and values are kept; if not, its rows attend only to those before row m.
     """
 
     depth: int
@@ -87,11 +88,11 @@ class Pass:
 
 @dataclass(frozen=True)
 class MTPRows:
-    """A pass in tensors.
+    """A pass as tensors.
 
     Attributes:
-        given_SBH: the trunk's states that it continues; None where it continues the last states of the pass before.
-        tokens_BR: whose embeddings it merges with these; may be a part of what is being drafted.
+        given_SBH: trunk states to continue; None to continue the last states of the previous pass.
+        tokens_BR: tokens whose embeddings are merged with these; may be part of the draft in progress.
     """
 
     depth: int
@@ -102,7 +103,7 @@ class MTPRows:
 
 
 def in_tensors(sequences: Sequences, passes: Sequence[Pass]) -> tuple[list[MTPRows], Tensor]:
-    """Passes in tensors, and where their drafts [B, N] go, which later ones read."""
+    """Convert passes to tensors, with the buffer of their drafts [B, N], which later passes read."""
     known, places = -passes[0].first - passes[0].ahead + 1, dict[tuple[int, int], Rows]()
     tokens_BT = sequences.tokens_at(sequences.newest_B + (1 - known), known + len(passes))
     made = []
@@ -137,7 +138,10 @@ class _Turns:
         self._made: tuple[Tensor | None, Angles | None] = None, None
 
     def of(self, rows: Rows, has_modules: bool) -> tuple[Tensor | None, Angles | None]:
-        """Inputs of Megatron's modules, where there are some, and of short layers; kept for these rows."""
+        """Return rotary inputs of these rows for Megatron's modules, if any, and for short layers.
+
+        Cached for these rows.
+        """
         if rows is not self._rows:
             place_SB = rows.positions_BR.transpose(0, 1)
             cosine, signed_sine = self.turns_L211C[place_SB].unbind(2)
@@ -147,18 +151,18 @@ class _Turns:
 
 
 class Modules:
-    """The trained modules.
+    """The default backend: the trained modules.
 
     Args:
-        model: with caches in the places of attention and recurrent layers.
-        scope: which these read.
-        positions: that a row may have.
-        head_VH: the weight whose product with a state are its logits, of the trunk and the MTP layers; None where they
-            are more than that.
+        model: model with caches in place of attention and recurrent layers.
+        scope: scope that these layers read.
+        positions: number of positions that a row may have.
+        head_VH: weight whose product with a state gives its logits, for the trunk and the MTP layers; None if the
+            output layer computes more than that.
 
     Attributes:
         stacks: the trunk's, then those of the MTP layers.
-        embedding_VH: the weight that tokens are looked up in; None where the embedding does more.
+        embedding_VH: embedding weight; None if the embedding computes more than a lookup.
         turns_L211C: cosine and signed sine of every position; None without rotary embedding.
         all_short: whether `dense_layer` has a forward for every layer.
     """
@@ -189,18 +193,18 @@ class Modules:
         self._turns = [trunk, *(own for _ in mtp_layers)]
 
     def product(self, weight: Tensor) -> Multiply:
-        """x [..., in] to x @ weight.T [..., out]."""
+        """Compute x @ weight.T, [..., in] to [..., out]."""
         return lambda hidden: linear(hidden, weight)
 
     def run(self, number: int, tokens_BR: Tensor, given_SBH: Tensor | None, rows: Rows, cache: KVCache) -> Tensor:
-        """States [S, B, H] of rows through a stack and the norm after it; their keys, values and states are kept.
+        """Run rows through a stack and its final norm, and keep their keys, values and states. Return states [S, B, H].
 
-        Those of a trunk with a drafter are [S, B, 2 H], with the feature behind the state. The trunk's go into
-        `cache.states_N1SH` too, where there is one.
+        States of a trunk with a drafter are [S, B, 2 H], with the feature after the state. The trunk's states are also
+        written to `cache.states_N1SH`, if allocated.
 
         Args:
-            number: of the stack.
-            given_SBH: the states that an MTP layer continues; None for the trunk and for a block drafter.
+            number: index of the stack.
+            given_SBH: states that an MTP layer continues; None for the trunk and for a block drafter.
         """
         if (own := rows.without_padding()) is not None:
             given_SBH = None if given_SBH is None else own.packed(given_SBH, 1, 0)
@@ -212,7 +216,7 @@ class Modules:
         return made_SBH
 
     def keep_context(self, feature_SBH: Tensor, rows: Rows, cache: KVCache) -> None:
-        """Keep the keys and values that a block drafter's layers make of the features [S, B, H] of these rows."""
+        """Store the keys and values that a block drafter's layers compute from the features [S, B, H] of these rows."""
         from megatron_mtp.model.block_drafter import context_keys
 
         if (own := rows.without_padding()) is not None:
@@ -227,22 +231,24 @@ class Modules:
                 write_rows(memory_NGSC, new_SBGC.permute(1, 2, 0, 3), rows.memory_places)
 
     def draft(self, sequences: Sequences, passes: Sequence[Pass]) -> Tensor | None:
-        """Run MTP layers in turn, at once; the most probable token after the last row of each pass, [B, N].
+        """Run MTP layers in sequence in one call.
+
+        Return the most probable token after the last row of each pass, [B, N].
 
         Returns:
-            None if nothing was done, and the caller does it step by step.
+            None if nothing was done; the caller then does it step by step.
         """
         return None
 
     def accept(self, sequences: Sequences, draft: Draft, passes: Sequence[Pass] = ()) -> StepOutput | None:
-        """Score a draft by the trunk, and append what the verifier `greedy` accepts, at once.
+        """Score a draft with the trunk and append what the verifier `greedy` accepts, in one call.
 
         Args:
-            passes: of MTP layers, which write the draft's tokens first, as `draft` makes them; none where these are
+            passes: passes of MTP layers that first write the draft tokens, as in `draft`; empty if they are already
                 written.
 
         Returns:
-            None if nothing was done, and the caller does it step by step.
+            None if nothing was done; the caller then does it step by step.
         """
         return None
 
@@ -274,14 +280,14 @@ class Modules:
         return torch.cat((state_SBH, feature_SBH), dim=-1)
 
     def _embed(self, tokens_BR: Tensor) -> Tensor:
-        """[S, B, H]."""
+        """Return embeddings, [S, B, H]."""
         if self.embedding_VH is not None:
             return embedding(tokens_BR.transpose(0, 1), self.embedding_VH)
         embedded_SBH: Tensor = self.model.embedding(input_ids=tokens_BR, position_ids=None)
         return embedded_SBH
 
     def _rotary(self, number: int, rows: Rows) -> tuple[Tensor | None, Angles | None]:
-        """Rotary inputs of a stack: of Megatron's modules, and of short layers."""
+        """Return rotary inputs of a stack, for Megatron's modules and for short layers."""
         turns = self._turns[number]
         return (None, None) if turns is None else turns.of(rows, not self.all_short)
 
@@ -293,7 +299,7 @@ BACKENDS: Registry[type[Modules]] = Registry("megatron_mtp.backends", {"modules"
 
 
 def backend_for(model: LanguageModule, scope: Scope, positions: int, head_VH: Tensor | None) -> Modules:
-    """The first backend of another package that fits the model, else `Modules`; arguments as theirs.
+    """Create the first backend of another package that fits the model, or else `Modules`; takes their arguments.
 
     Raises:
         ValueError: a package's backend cannot be imported.
@@ -307,13 +313,16 @@ def backend_for(model: LanguageModule, scope: Scope, positions: int, head_VH: Te
 
 
 def layers_of(mtp: Any) -> list[Any]:
-    """The layers of an MTP layer: one, or those of its stack; of a block drafter, all."""
+    """Return the layers of an MTP layer: one, or those of its stack; for a block drafter, all."""
     stack = mtp if hasattr(mtp, "layers") else mtp.tf_layer
     return [*stack.layers] if hasattr(stack, "layers") else [stack]
 
 
 def _merge(mtp: Any, product: Callable[[Tensor], Multiply]) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """From embeddings and states [S, B, H] to the input of a sequential MTP layer's layers; None for other layers."""
+    """Return the function from embeddings and states [S, B, H] to the input of a sequential MTP layer.
+
+    None for others.
+    """
     if not hasattr(mtp, "eh_proj"):  # an EAGLE-3 drafter merges in its own way, parallel heads and blocks do not
         merges: Callable[[Tensor, Tensor], Tensor] | None = getattr(mtp, "merge", None)
         return merges
@@ -327,6 +336,6 @@ def _merge(mtp: Any, product: Callable[[Tensor], Multiply]) -> Callable[[Tensor,
 
 
 def _looks_up(model: LanguageModule) -> bool:
-    """True if Megatron's embedding does no more than look up."""
+    """Return whether Megatron's embedding only looks up rows."""
     config = model.config
     return config.tensor_model_parallel_size == 1 and not (config.use_mup or config.fp32_residual_connection)

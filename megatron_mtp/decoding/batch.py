@@ -1,8 +1,8 @@
-"""Batches of the engine's steps: a part of some prompts, or all sequences that draft alike.
+"""Batches of the engine's steps: parts of some prompts, or all sequences that use the same drafting method.
 
-A sequence begins with its prompt, run in parts beside others, whose last row gives the first token. Then it joins the
-batch of those that draft alike. Every step of a batch drafts, scores the newest tokens and the drafts in one forward of
-the trunk, keeps what the verifier accepts and adds one token of the target's own.
+A sequence begins with its prompt, which runs in parts together with others; its last row gives the first token. Then it
+joins the batch of sequences with the same method. Every step of a batch drafts, scores the newest tokens and the drafts
+in one forward pass of the trunk, keeps what the verifier accepts and adds one token of the target.
 """
 
 import time
@@ -38,29 +38,30 @@ if TYPE_CHECKING:
     from megatron_mtp.decoding.graphs import GraphedStep
 
 DraftingKind = tuple[SpeculativeConfig, bool]
-"""Sequences of one kind draft alike: their config, and whether they are greedy."""
+"""Sequences of one kind share steps: their config, and whether they are greedy."""
 
 DraftingGroup = tuple[DraftingKind, int | None]
-"""Sequences that are decoded together: of one kind; one that has to be alone is a group of its own, by its number."""
+"""Sequences that are decoded together: of one kind; a sequence that must be alone is its own group, by its number."""
 
 MAX_ROWS_BEHIND = 32
-"""Rows that a sequence's drafter may be behind to catch up with the others' rows; with more it runs them alone. The
-others run as many rows anew, so where these change states they are half of what a state goes back."""
+"""Maximum number of rows that a sequence's drafter may be behind to catch up together with the others; with more it
+runs alone. The others rerun as many rows, so for recurrent layers this is half of what a state may go back.
+"""
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A request while the engine has it.
+    """A request while the engine runs it.
 
     Attributes:
-        number: what `add` returned; a smaller one came earlier.
-        budget: new tokens that it may have.
-        tokens: the prompt and what was emitted.
-        entry: where recurrent layers keep its states; None where it has no place.
-        run: rows of the trunk that the prefill has done.
-        alone: whether it shares no forward with others, after one that has failed.
-        cached: tokens of the prompt whose rows were found; None before the sequence first had a place.
-        prompt_logprobs: as far as the prompt has run.
+        number: number that `add` returned; smaller ones came earlier.
+        budget: maximum number of new tokens.
+        tokens: prompt and emitted tokens.
+        entry: index of its states in recurrent layers; None before it has a place.
+        run: number of trunk rows that the prefill has run.
+        alone: whether it shares no forward pass with others, after one that has failed.
+        cached: number of prompt tokens found in the cache; None before the sequence first had a place.
+        prompt_logprobs: log-probabilities of the prompt so far.
     """
 
     number: int
@@ -78,48 +79,48 @@ class Sequence:
 
     @property
     def has_begun(self) -> bool:
-        """True if it has emitted a token."""
+        """Whether it has emitted a token."""
         return len(self.tokens) > len(self.request.prompt)
 
     @property
     def rows(self) -> int:
-        """Rows to prefill; a sequence that was put back goes on with its newest token, whose row has not run."""
+        """Number of rows to prefill. A preempted sequence continues with its newest token, whose row has not run."""
         return len(self.tokens) - self.has_begun
 
     @property
     def has_run(self) -> bool:
-        """True if all rows of its prompt have run."""
+        """Whether all rows of its prompt have run."""
         return self.run == self.rows
 
     @property
     def rows_left(self) -> int:
-        """Rows of its prompt that have not run."""
+        """Number of prompt rows that have not run."""
         return self.rows - self.run
 
     @property
     def left(self) -> int:
-        """Tokens that it may still get."""
+        """Number of tokens that it may still get."""
         return self.budget - (len(self.tokens) - len(self.request.prompt))
 
     @property
     def group(self) -> DraftingGroup:
-        """The group in which it is decoded."""
+        """The group of sequences that it is decoded with."""
         return (self.method.config, self.method.sampling.greedy), self.number if self.alone else None
 
     @property
     def slots(self) -> int:
-        """Slots that its next step may write."""
+        """Number of slots that its next step may write."""
         return len(self.tokens) + self.method.slots
 
     @property
     def reads_logits(self) -> bool:
-        """True if more than a token is asked of the target."""
+        """Whether it needs logits of the target, not only tokens."""
         return self.request.logprobs is not None or self.request.penalties != NO_PENALTIES
 
     def update(self, gained: list[int], depth: int = 0, draft: Draft | None = None, row: int = 0) -> Update:
-        """Keep the tokens of a step up to the sequence's end, from a draft of this depth.
+        """Append the tokens of a step, up to the sequence's end, from a draft of this depth.
 
-        A stop or the budget ends it, also inside an accepted draft. Drafts beyond the budget count as never offered.
+        A stop or the budget ends it, even inside an accepted draft. Drafts beyond the budget do not count as offered.
         """
         request = self.request
         before = len(self.tokens) - len(request.prompt)
@@ -142,10 +143,10 @@ class Sequence:
 
 
 class PrefillBatch:
-    """Sequences whose prompts are run, so many rows (`counts`) of each, in one forward.
+    """Runs `counts` prompt rows of each sequence in one forward pass.
 
-    Their parts end together, so a shorter one begins with padding. While only a part of a prompt has run, it is a
-    sequence of so many tokens and one more: so drafters catch up part by part, by what they do for any sequence.
+    The parts are aligned at their end, so shorter ones begin with padding. While only part of a prompt has run, the
+    sequence consists of these tokens plus one, so drafters catch up part by part as for any sequence.
     """
 
     def __init__(self, seqs: list[Sequence], counts: list[int], sequences: Sequences) -> None:
@@ -155,7 +156,7 @@ class PrefillBatch:
         sequences.progress = [seq.progress for seq in seqs]
 
     def step(self) -> list[Update]:
-        """Run the rows; every sequence has its first token, or an update without any while its prompt runs."""
+        """Run the rows. Every sequence gets its first token, or an update without tokens while its prompt runs."""
         self.run(self.counts)
         first = self.begin()
         for update in first:
@@ -163,7 +164,7 @@ class PrefillBatch:
         return first + [Update(seq.number, []) for seq in self.seqs if not seq.has_run]
 
     def run(self, counts: list[int]) -> None:
-        """Run so many rows of each sequence; it then is those of its rows that have run, and one token more."""
+        """Run this many rows of each sequence, which then consists of the rows that have run, plus one token."""
         sequences, most, each = self.sequences, max(counts), [*zip(self.seqs, counts, strict=True)]
         if most:
             ends = [seq.run + count for seq, count in each]
@@ -207,7 +208,7 @@ class PrefillBatch:
         return updates
 
     def part(self, seqs: list[Sequence]) -> Sequences:
-        """Some of the sequences as a batch of their own."""
+        """Return some of the sequences as a separate batch."""
         numbers = {seq.number for seq in seqs}
         return self.sequences.only([row for row, seq in enumerate(self.seqs) if seq.number in numbers])
 
@@ -216,14 +217,14 @@ class PrefillBatch:
 
 
 class DecodeBatch:
-    """Sequences that draft alike. They join and leave between steps.
+    """Sequences that use the same drafting method. They join and leave between steps.
 
-    Where steps are recorded as CUDA graphs, the batch has a power of two of rows, so that few sizes are recorded; rows
-    beyond the sequences are those of ended ones.
+    If steps are captured as CUDA graphs, the number of rows is padded to a power of two, so that few sizes are
+    captured; the padding rows are those of ended sequences.
 
     Attributes:
-        method: how they draft.
-        stats: what the last step has cost and gained.
+        method: drafting method.
+        stats: cost and gain of the last step.
     """
 
     def __init__(self, seqs: list[Sequence], sequences: Sequences, kept: KeptTensors) -> None:
@@ -240,13 +241,13 @@ class DecodeBatch:
         return [seq for seq, live in zip(self._rows, self.sequences.live, strict=True) if live]
 
     def join(self, seqs: list[Sequence], sequences: Sequences) -> None:
-        """More sequences, which have their first tokens."""
+        """Add sequences that have their first tokens."""
         self.sequences.join(sequences)
         self._rows = self._rows + seqs
         self._select([row for row, live in enumerate(self.sequences.live) if live])
 
     def leave(self, gone: list[Sequence]) -> None:
-        """Go on without these sequences."""
+        """Remove these sequences."""
         numbers, rows = {seq.number for seq in gone}, self._row_of()
         staying = [row for number, row in rows.items() if number not in numbers]
         if self._graphed is not None and staying and len(self._rows) == _few_sizes(len(staying)):
@@ -257,12 +258,12 @@ class DecodeBatch:
             self._select(staying)
 
     def place(self, seq: Sequence) -> None:
-        """Tell the device of a sequence's new blocks."""
+        """Copy a sequence's new blocks to the device."""
         table_BL, blocks = self.sequences.tables.table_BL, seq.block_table.blocks
         table_BL[self._row_of()[seq.number], : len(blocks)] = torch.tensor(blocks, device=table_BL.device)
 
     def choose(self) -> int:
-        """K of the next step."""
+        """Return K of the next step."""
         auto, most = self._auto, self.method.count
         if auto is None:
             return most
@@ -272,7 +273,7 @@ class DecodeBatch:
         return auto.choose(self.method.proposer.missed(self.sequences, most), sum(left) / len(left))
 
     def step(self) -> list[Update]:
-        """Choose K, draft, verify and accept on the device, and emit what every sequence has gained."""
+        """Choose K, draft, verify and accept on the device, and emit the new tokens of every sequence."""
         stats = self.stats = self.method.stats = AcceptanceStats()
         count, sequences, graphed = self.choose(), self.sequences, self._graphed
         began = time.perf_counter()
@@ -291,7 +292,7 @@ class DecodeBatch:
         return updates
 
     def learn(self, seconds: float) -> None:
-        """Tell automatic K what the last step took, the engine's own work included: a larger K needs fewer steps."""
+        """Report the last step's time to automatic K, including the engine's own work: a larger K needs fewer steps."""
         if self._timed is not None:  # by now the batch may be of another size
             auto, count = self._timed
             auto.learn(count, self.stats, seconds - self.stats.drafter_seconds - self.stats.target_seconds)
@@ -307,7 +308,7 @@ class DecodeBatch:
         return {seq.number: row for row, seq in enumerate(self._rows) if live[row]}
 
     def _catch_up(self, count: int) -> None:
-        """Sequences that are far behind catch up alone, so that the others need not run as many rows."""
+        """Let sequences that are far behind catch up alone, so that the others run fewer rows."""
         proposer, sequences = self.method.proposer, self.sequences
         far = MAX_ROWS_BACK // 2 if proposer.has_states else MAX_ROWS_BEHIND
         if count == 0 or proposer.missed(sequences, count) <= far:
@@ -318,13 +319,13 @@ class DecodeBatch:
                 catch_up(alone, self.method, count)
 
     def _count_for(self, seqs: int) -> None:
-        """From now on the batch has so many sequences."""
+        """Select the `AutoK` for this number of sequences."""
         before, self._auto = self._auto, auto_of(self.method, seqs)
         if self._auto is not None and self._auto is not before:
             self._auto.change_batch()
 
     def _select(self, rows: list[int]) -> None:
-        """Go on with these rows alone, and find out anew what a step of them is."""
+        """Keep only these rows, and recompute what a step of them is."""
         seqs, sequences = [self._rows[row] for row in rows], self.sequences
         self._graphed = None
         if not seqs:
@@ -357,13 +358,13 @@ class DecodeBatch:
 
 
 def can_record(runner: Any, proposer: Proposer, count: int) -> bool:
-    """True if the device has graphs, and a step of K = `count` reads nothing back to the host."""
+    """Return whether the device supports graphs and a step with K = `count` reads nothing back to the host."""
     runners = [runner] if count == 0 or proposer.drafter is None else [runner, proposer.drafter]
     return (count == 0 or proposer.recordable) and all(one.device.type == "cuda" and one.recordable for one in runners)
 
 
 def auto_of(method: Method, seqs: int) -> AutoK | None:
-    """Automatic K of about so many sequences, the next power of two, as any engine of the model has measured it."""
+    """Return automatic K for about this many sequences (the next power of two), shared by all engines of the model."""
     if not method.auto:
         return None
     measured: dict[tuple[SpeculativeConfig, int], AutoK] = method.proposer.runner.auto_counts
@@ -374,7 +375,7 @@ def auto_of(method: Method, seqs: int) -> AutoK | None:
 
 
 def _few_sizes(seqs: int) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return 1 << (seqs - 1).bit_length()
 
 
@@ -398,7 +399,7 @@ def step(sequences: Sequences, method: Method, count: int) -> StepOutput:
 
 
 def propose(sequences: Sequences, method: Method, round: Round, count: int) -> Draft:
-    """K = `count` drafts, also where one has fewer tokens to go: its samples must not depend on its neighbors."""
+    """Draft K = `count` tokens, even for sequences with fewer left, so that samples do not depend on neighbors."""
     began = time.perf_counter()
     draft = method.proposer.propose(sequences, round, count) if count else Draft(sequences.tokens_BT[:, :0])
     method.stats.drafter_seconds += time.perf_counter() - began
@@ -406,7 +407,7 @@ def propose(sequences: Sequences, method: Method, round: Round, count: int) -> D
 
 
 def catch_up(sequences: Sequences, method: Method, count: int) -> None:
-    """Run the rows that a drafter has missed before it can draft `count`; its draft is not used."""
+    """Run the rows that a drafter has missed before it can draft `count` tokens; the draft is discarded."""
     began = time.perf_counter()
     method.proposer.catch_up(sequences, Round(Sampling(), sequences.noise, method.config, sequences.token_ids), count)
     method.stats.drafter_seconds += time.perf_counter() - began
@@ -421,7 +422,7 @@ def emit(
     depth: int = 0,
     draft: Draft | None = None,
 ) -> Update:
-    """Append what a step gave one sequence, with log-probabilities if it asked for them."""
+    """Append what a step gave one sequence, with log-probabilities if requested."""
     update, top = seq.update(gained, depth, draft, row), seq.request.logprobs
     sequences.settle(row, update.tokens, update.finish is not None)
     if isinstance(rule, PenalizedVerifier) and top is not None:
@@ -430,7 +431,7 @@ def emit(
 
 
 def with_penalties(rule: VerifierRule, seqs: list[Sequence]) -> VerifierRule:
-    """The rule, wrapped where some sequences have penalties or want log-probabilities."""
+    """Wrap the acceptance rule if some sequences have penalties or need log-probabilities."""
     if not any(seq.reads_logits for seq in seqs):
         return rule
     return PenalizedVerifier(rule, [seq.request.penalties for seq in seqs], [len(seq.request.prompt) for seq in seqs])
@@ -438,13 +439,13 @@ def with_penalties(rule: VerifierRule, seqs: list[Sequence]) -> VerifierRule:
 
 @dataclass
 class PenalizedVerifier:
-    """A verifier for batches where some sequences have penalties or want log-probabilities.
+    """Verifier for batches in which some sequences have penalties or need log-probabilities.
 
     Attributes:
-        rule: the verifier proper.
-        penalties: of every sequence.
-        prompts: tokens of every sequence's prompt.
-        logits_BRV, kept_BR: of the last step, before penalties.
+        rule: the wrapped verifier.
+        penalties: penalties of every sequence.
+        prompts: prompt tokens of every sequence.
+        logits_BRV, kept_BR: results of the last step, before penalties.
     """
 
     rule: VerifierRule
@@ -454,7 +455,7 @@ class PenalizedVerifier:
     kept_BR: Tensor | None = None
 
     def __call__(self, logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
-        """The rule's verdict on the penalized logits."""
+        """Apply the rule to the penalized logits."""
         rows = [
             penalized(one, tokens, prompt, logits_RV, drafted_RV)
             for one, tokens, prompt, logits_RV, drafted_RV in zip(
@@ -466,7 +467,7 @@ class PenalizedVerifier:
         return verdict
 
     def logprobs(self, row: int, tokens: list[int], top: int) -> list[TokenLogprob]:
-        """Log-probabilities of the tokens that the last step gave a sequence."""
+        """Return log-probabilities of the tokens that the last step gave a sequence."""
         assert self.logits_BRV is not None
         assert self.kept_BR is not None
         rows_R = self.kept_BR[row].nonzero()[:, 0]
@@ -474,7 +475,7 @@ class PenalizedVerifier:
 
 
 def _drafted(draft: Draft, like_BRV: Tensor) -> Tensor:
-    """Counts of each token on the way from the root to a row, the row itself included, [B, R, V]."""
+    """Return counts of each token on the path from the root to a row, including the row, [B, R, V]."""
     if draft.nodes == 0:
         return torch.zeros_like(like_BRV)
     ancestors_BRR, _ = ancestors_of(draft.parents())

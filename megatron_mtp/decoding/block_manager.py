@@ -1,13 +1,13 @@
-"""Blocks of an engine's memory: which are free, who uses them, and which hold a beginning that other sequences share.
+"""Block manager: which blocks are free, which sequences use them, and which hold a prefix that sequences can share.
 
-A full block is known by the block before it, its tokens and `ahead` tokens behind these: rows of depth d are made from
-tokens that far ahead. A sequence that begins with the same tokens uses the block as it is. Nobody writes other numbers
-into a known block, as all its rows are final.
+A full block is identified by the previous block, its tokens and the next `ahead` tokens, because rows of depth d are
+computed from tokens that far ahead. A sequence with the same prefix uses the block as it is. The contents of a known
+block never change, because all its rows are final.
 
     size 4, ahead 1, tokens 7 8 9 1  2 3 4 5  6 7        known: (start, 7 8 9 1 2) and (that one, 2 3 4 5 6)
 
-A known block that no sequence uses keeps its rows, and counts as free; the first that was given back
-is taken first.
+A known block that no sequence uses keeps its rows and counts as free. The block that was released first is reused
+first.
 """
 
 from collections import OrderedDict
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 START = 0
-"""What the first block of a sequence stands behind."""
+"""Predecessor of a sequence's first block."""
 
 
 @dataclass
@@ -53,11 +53,11 @@ class BlockTable:
 
 
 class BlockManager:
-    """`count` blocks.
+    """Manages `count` blocks.
 
     Args:
-        size: slots of a block.
-        ahead: tokens behind a block that its rows depend on.
+        size: slots per block.
+        ahead: number of tokens after a block that its rows depend on.
         first: number of the first block.
     """
 
@@ -73,23 +73,23 @@ class BlockManager:
 
     @property
     def free(self) -> int:
-        """Blocks that no sequence uses."""
+        """Number of blocks that no sequence uses."""
         return len(self._unused) + len(self._kept)
 
     @property
     def used(self) -> int:
-        """Blocks of sequences."""
+        """Number of blocks that sequences use."""
         return self.count - self.free
 
     def blocks_for(self, slots: int) -> int:
-        """Number of blocks that hold so many slots."""
+        """Return the number of blocks that hold this many slots."""
         return -(-slots // self.size)
 
     def extend(self, held: BlockTable, slots: int) -> list[int] | None:
-        """Give a sequence room for so many slots; None, and nothing is given, where too few blocks are free.
+        """Allocate this many slots for a sequence; None, and nothing is allocated, if too few blocks are free.
 
         Returns:
-            Those of the blocks that others have used.
+            The blocks that other sequences have used before.
         """
         missing = self.blocks_for(slots) - len(held.blocks)
         if missing > self.free:
@@ -101,7 +101,10 @@ class BlockManager:
         return used
 
     def give_back(self, held: BlockTable) -> None:
-        """A sequence has ended, or is put back; known blocks keep their rows while there are others to take."""
+        """Release the blocks of a sequence that has ended or is preempted.
+
+        Known blocks keep their rows as long as possible.
+        """
         for block in reversed(held.blocks):  # the end of a sequence is forgotten before its beginning
             self._uses[block] -= 1
             if self._uses[block] == 0 and block in self._known_block:
@@ -111,7 +114,7 @@ class BlockManager:
         held.blocks, held.known = [], []
 
     def find(self, tokens: list[int]) -> BlockTable:
-        """The longest known beginning of a sequence whose last token has not been run; its blocks are now used."""
+        """Find the longest known prefix of a sequence whose last token has not run, and mark its blocks as used."""
         held = BlockTable()
         for key_tokens in self._keys(tokens):
             known = self._known.get((held.number, key_tokens))
@@ -124,11 +127,11 @@ class BlockManager:
         return held
 
     def learn(self, held: BlockTable, tokens: list[int], seen: dict[int, int]) -> None:
-        """Make those blocks of a sequence known that are full.
+        """Register the full blocks of a sequence for reuse.
 
         Args:
-            tokens: all but the last have been run.
-            seen: tokens that the sequence had when each cache of a drafter last ran (`sequences.Progress`).
+            tokens: tokens of the sequence; all but the last have run.
+            seen: number of tokens when each cache of a drafter last ran (`sequences.Progress`).
         """
         for key_tokens in self._keys(tokens, len(held.known)):
             key, block = (held.number, key_tokens), held.blocks[len(held.known)]
@@ -145,7 +148,7 @@ class BlockManager:
                     known.caches.add(cache)
 
     def seen_of(self, held: BlockTable) -> dict[int, int]:
-        """The value of `seen` of a sequence that begins with known blocks."""
+        """Return the value of `seen` for a sequence that begins with known blocks."""
         made: dict[int, int] = {}
         for cache in held.known[0].caches if held.known else ():
             complete = next((n for n, one in enumerate(held.known) if cache not in one.caches), len(held.known))
@@ -153,14 +156,14 @@ class BlockManager:
         return made
 
     def forget(self) -> None:
-        """Know no beginning any more; the blocks that no sequence uses are free."""
+        """Forget all known prefixes; blocks that no sequence uses are free."""
         for block in self._kept:
             heappush(self._unused, block)
         for known in (self._kept, self._known, self._known_block):
             known.clear()
 
     def _keys(self, tokens: list[int], first: int = 0) -> Iterator[tuple[int, ...]]:
-        """The tokens of every full block from one on, with those behind it that it depends on."""
+        """Yield the tokens of every full block from one on, with later tokens that it depends on."""
         last = len(tokens) - max(self.ahead, 1)
         for end in range((first + 1) * self.size, last + 1, self.size):
             yield tuple(tokens[end - self.size : end + self.ahead])

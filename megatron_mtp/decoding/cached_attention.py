@@ -1,17 +1,17 @@
-"""Attention over a cache, and modules that do it in the places of a trained model's attention.
+"""Attention over a cache, and modules that replace a trained model's attention with it.
 
 `attach` puts a `CachedAttention` into every attention module of a loaded model. They share a `Scope`, which holds the
-cache and the rows of the current forward. The modules around them, and their weights, are those of training.
+cache and the rows of the current forward pass. The surrounding modules and weights are unchanged.
 
-Multi-latent attention caches latents; all heads' keys and values are made of them (arXiv:2405.04434, 2.1). A key is
-W_K c beside the rotary part r that all heads share, and a value is W_V c, with c the latents of a row. Instead of keys
-and values the cache holds c and r, and the projections move to the other side of the sums:
+Multi-latent attention caches latents, from which the keys and values of all heads are computed (arXiv:2405.04434, 2.1).
+With c the latents of a row, a key is W_K c followed by the rotary part r that all heads share, and a value is W_V c.
+Instead of keys and values, the cache holds c and r, and the projections move to the other side of the sums:
 
     (q, p) (W_K c, r) = (W_K^T q, p) (c, r)        sum_w a_w W_V c_w = W_V sum_w a_w c_w
 
-So all heads attend to one key head of L + C channels.
+So all heads attend to a single key head with L + C channels.
 
-Letters in names: S or R rows of a forward (Megatron's sequence), W slots that are looked at, B batch, N or G heads, L
+Letters in names: S or R rows of a forward pass (Megatron's sequence), W slots of the window, B batch, N or G heads, L
 latents, K channels of a key without its rotary part, C of all of it or of its rotary part, D of a value.
 """
 
@@ -34,19 +34,19 @@ from megatron_mtp.model.attention import with_sink
 
 
 class Scope:
-    """The cache and the rows of the forward that is about to run."""
+    """The cache and the rows of the next forward pass."""
 
     cache: KVCache
     rows: Rows
 
     def enter(self, cache: KVCache, rows: Rows) -> None:
-        """Attend over this cache, from these rows, until the next call."""
+        """Set the cache and rows to attend with, until the next call."""
         if rows is not getattr(self, "rows", None):
             self._masks: dict[tuple[torch.dtype, int, Window | None], Tensor] = {}
         self.cache, self.rows = cache, rows
 
     def mask(self, dtype: torch.dtype, heads: int, window: Window | None = None) -> Tensor:
-        """The rows' mask, once for each of `heads` query heads of a key head, [B, 1, heads * R, W]."""
+        """Return the rows' mask, repeated for each of `heads` query heads per key head, [B, 1, heads * R, W]."""
         key = dtype, heads, window
         if key not in self._masks:
             self._masks[key] = self.rows.mask_within(window).to(dtype).repeat(1, 1, heads, 1)
@@ -63,12 +63,12 @@ def attend(
     sink_N: Tensor | None = None,
     window: Window | None = None,
 ) -> Tensor:
-    """The attention output, [B, N, R, C of the values]; adds the rows' keys and values to the cache.
+    """Write the rows' keys and values to the cache and return the attention output, [B, N, R, C of the values].
 
     Args:
-        value_BGRC: None where the keys are the values as well.
-        sink_N: scores of the heads' sinks; None without sinks.
-        window: of positions that a row attends to; None for all before it.
+        value_BGRC: values; None if they are the keys.
+        sink_N: sink scores of the heads; None without sinks.
+        window: number of positions that a row attends to; None for all before it.
     """
     key_BGWC, value_BGWC = scope.cache.append(layer, key_BGRC, value_BGRC, scope.rows)
     return attended(scope, query_BNRC, key_BGWC, value_BGWC, scale, sink_N, window)
@@ -83,7 +83,10 @@ def attended(
     sink_N: Tensor | None = None,
     window: Window | None = None,
 ) -> Tensor:
-    """The attention output over keys and values of the window [B, G, W, C], which the cache has; see `attend`."""
+    """Return the attention output over keys and values of the window [B, G, W, C] that are already cached.
+
+    See `attend`.
+    """
     packed = scope.rows
     if packed.padded is not None:
         query_BNRC = packed.unpacked(query_BNRC, rows=2)
@@ -105,7 +108,7 @@ def attended(
 
 @contextmanager
 def _own_kernels(query_BNRC: Tensor) -> Iterator[None]:
-    """Keep cuDNN out of attention: torch prefers it on some GPUs, and it makes a plan for every new shape."""
+    """Disable cuDNN in attention: torch prefers it on some GPUs, and it makes a plan for every new shape."""
     if not query_BNRC.is_cuda:
         yield
         return
@@ -118,17 +121,17 @@ def _own_kernels(query_BNRC: Tensor) -> Iterator[None]:
 
 
 class StandIn(torch.nn.Module):
-    """A module in the place of a trained one, `own`, whose names in checkpoints its tensors keep."""
+    """Module that replaces a trained one, `own`, and keeps the names of its tensors in checkpoints."""
 
     own: Any
 
     def sharded_state_dict(self, prefix: str = "", *rest: Any, **named: Any) -> Any:
-        """Megatron's, of the trained module in its old place."""
+        """Return Megatron's entries, as if the trained module were in its old place."""
         return self.own.sharded_state_dict(prefix, *rest, **named)
 
 
 class CachedAttention(torch.nn.Module):
-    """Megatron's core attention for a forward whose earlier rows are in a cache."""
+    """Megatron's core attention for a forward pass whose earlier rows are cached."""
 
     def __init__(
         self, scope: Scope, layer: int, scale: float, sink_N: Tensor | None = None, window: Window | None = None
@@ -139,14 +142,14 @@ class CachedAttention(torch.nn.Module):
     def forward(
         self, query_SBNC: Tensor, key_SBGC: Tensor, value_SBGC: Tensor, attention_mask: None = None, **_: object
     ) -> Tensor:
-        """[S, B, N * C]; the mask is the scope's."""
+        """Return [S, B, N * C]; the mask is the scope's."""
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SBNC, key_SBGC, value_SBGC))
         attended_BNSC = attend(self.scope, self.layer, query, key, value, self.scale, self.sink_N, self.window)
         return attended_BNSC.permute(2, 0, 1, 3).flatten(2)
 
 
 class PositionedRotary(torch.nn.Module):
-    """In the place of MLA's rotary embedding: every row has the position that the scope gives it."""
+    """Replaces MLA's rotary embedding: each row has the position set by the scope."""
 
     def __init__(self, own: torch.nn.Module, scope: Scope, positions: int) -> None:
         super().__init__()
@@ -160,16 +163,16 @@ class PositionedRotary(torch.nn.Module):
         return 0
 
     def forward(self, _: int, packed_seq: bool = False) -> Tensor | tuple[Tensor, float]:
-        """Angles [S, B, 1, C] and, where the kind of embedding has one, its scale."""
+        """Return angles [S, B, 1, C] and, if the embedding has one, its scale."""
         angles_SB1C = self.angles_L11C[self.scope.rows.positions_BR.transpose(0, 1), 0]
         return angles_SB1C if self.mscale is None else (angles_SB1C, self.mscale)
 
 
 def attach(layers: Iterable[Any], scope: Scope, positions: int) -> None:
-    """Give every transformer layer an attention over its own part of the cache.
+    """Give every transformer layer attention over its own part of the cache.
 
     Raises:
-        ValueError: a layer's attention cannot run over a cache.
+        ValueError: a layer's attention does not support a cache.
     """
     for index, layer in enumerate(layers):
         attention, config = layer.self_attention, layer.config
@@ -196,10 +199,10 @@ def attach(layers: Iterable[Any], scope: Scope, positions: int) -> None:
 
 
 class Latents(StandIn):
-    """In the place of the projection of latents to keys and values: remembers the latents, and makes nothing of them.
+    """Replaces the projection from latents to keys and values: stores the latents and computes nothing.
 
     Attributes:
-        latents_SBL: of the forward that runs.
+        latents_SBL: latents of the current forward pass.
     """
 
     latents_SBL: Tensor
@@ -209,13 +212,13 @@ class Latents(StandIn):
         self.own = own
 
     def forward(self, latents_SBL: Tensor) -> tuple[Tensor, None]:
-        """Zeros in the shape of keys and values, which take no memory."""
+        """Return zeros in the shape of keys and values, which take no memory."""
         self.latents_SBL = latents_SBL
         return latents_SBL.new_zeros(1).expand(*latents_SBL.shape[:-1], self.own.weight.size(0)), None
 
 
 class LatentAttention(CachedAttention):
-    """Cached attention over latents; the attention's up-projection is `Latents`."""
+    """Cached attention over latents; its module's up-projection is `Latents`."""
 
     def __init__(self, core: CachedAttention, up: Latents, heads: int, key_channels: int) -> None:
         super().__init__(core.scope, core.layer, core.scale, window=core.window)
@@ -231,7 +234,7 @@ class LatentAttention(CachedAttention):
     def forward(
         self, query_SBNC: Tensor, key_SBGC: Tensor, value_SBGC: Tensor, attention_mask: None = None, **_: object
     ) -> Tensor:
-        """[S, B, N * D]; of the keys only the rotary part is used, which is the same in every head."""
+        """Return [S, B, N * D]. Of the keys, only the rotary part is used, which is the same in every head."""
         weight_NXL = self.up.own.weight.unflatten(0, (self.heads, -1))
         to_key_NKL, to_value_NDL = weight_NXL[:, : self.key_channels], weight_NXL[:, self.key_channels :]
         query_SBNK, turned_SBNC = query_SBNC.tensor_split([self.key_channels], dim=-1)
@@ -247,7 +250,7 @@ class LatentAttention(CachedAttention):
 def cache_latents(layers: Iterable[torch.nn.Module]) -> None:
     """Cache latents instead of keys and values, in layers with cached multi-latent attention.
 
-    An up-projection of another kind, such as Transformer Engine's with a norm in it, stays as it is.
+    An up-projection of another kind, such as Transformer Engine's with a fused norm, is left unchanged.
     """
     for layer in layers:
         attention = layer.self_attention

@@ -1,16 +1,16 @@
-"""Drafting methods and verifiers by name, and their settings in the form of vLLM's `--speculative-config`.
+"""Drafting methods and verifiers by name, with their settings in the form of vLLM's `--speculative-config`.
 
 Plain data, without torch.
 
-Some keys go with every method; the others are those of the method and of the verifier that were chosen. Each of these
-has a frozen dataclass, whose fields give their kind, default, range and meaning:
+Some keys apply to every method; the others belong to the chosen method and verifier. Each method and verifier has a
+frozen dataclass whose fields define type, default, range and meaning of its keys:
 
     @dataclass(frozen=True)
     class EchoSettings(Settings):
         tokens: int = setting(1, "how many of the newest tokens are repeated", 1, 8)
 
-Values are checked when an object is made. Help, the pages' tables and error messages read the same fields. `method.py`
-reads them from JSON. Names of vLLM's that differ are brought into these first:
+Values are checked on creation. Help, tables in the documentation and error messages use the same fields. `method.py`
+reads them from JSON. vLLM's names are converted first where they differ:
 
     {"method": "deepseek_mtp", "num_speculative_tokens": 1, "disable_padded_drafter_batch": false}
     {"method": "mtp", "num_speculative_tokens": 1}
@@ -26,7 +26,7 @@ from megatron_mtp.spec.kinds import DRAFTERS
 from megatron_mtp.spec.registry import Imported, Registry
 
 MOST_DRAFTED = 15
-"""K + 1 rows of a chain at most 16: what fused decode kernels take."""
+"""Maximum K: a chain has at most 16 rows, which fused decode kernels support."""
 
 _KINDS = {
     str: "text",
@@ -40,10 +40,10 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a method or verifier that has none, and the base of all others.
+    """Base class of settings; also the settings of a method or verifier that has none.
 
     Raises:
-        ValueError: a value of another kind, or outside of its range.
+        ValueError: a value has the wrong type or is out of range.
     """
 
     def __post_init__(self) -> None:
@@ -52,7 +52,7 @@ class Settings:
 
 
 def setting[T](default: T, meaning: str, *range: float) -> T:
-    """A field of a `Settings`; `range` is the smallest and the largest value, if there are."""
+    """Define a field of a `Settings` class; `range` is the smallest and the largest value, if limited."""
     made: Any = field(default=default, metadata={"meaning": meaning, "range": range or None})
     return made
 
@@ -62,8 +62,8 @@ class Key:
     """A key of the speculative config.
 
     Attributes:
-        kinds: the types that it takes.
-        range: the smallest and the largest value; None without.
+        kinds: allowed types.
+        range: smallest and largest value; None if unlimited.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Key:
     range: tuple[float, float] | None = None
 
     def check(self, value: object) -> None:
-        """Raises ValueError for a value that is not allowed."""
+        """Raise ValueError for a value that is not allowed."""
         # JSON has no float 1 and no tuples, and Python counts booleans as integers.
         found: Any = tuple[int, ...] if isinstance(value, tuple) and {int} >= {*map(type, value)} else type(value)
         if found not in self.kinds and not (found is int and float in self.kinds):
@@ -85,7 +85,7 @@ class Key:
 
     @property
     def limits(self) -> str:
-        """Default, as JSON has it, and range in brackets, whichever there are."""
+        """Format the default as JSON and the range in brackets, if there are any."""
         parts = (
             [] if self.default is None else [str([*self.default] if isinstance(self.default, tuple) else self.default)]
         )
@@ -96,7 +96,7 @@ class Key:
 
 
 def keys(kind: type[Settings]) -> list[Key]:
-    """The keys of a class of settings, in their order."""
+    """Return the keys of a settings class, in order."""
     return [
         Key(
             one.name,
@@ -118,11 +118,12 @@ class SpeculativeConfig:
 
     Attributes:
         method: a name in PROPOSERS.
-        num_speculative_tokens: K, the depth of a draft; 'auto' picks it per step; None takes the method's default.
-        verifier: a name in VERIFIERS; None is greedy at temperature 0, and above it the lossless rule for the draft.
-        use_draft_probs: verify sampled drafts with the q that they came from; without, as if they were deterministic.
-        settings: the method's own; `NO_SETTINGS` for its defaults.
-        verifier_settings: the verifier's own, likewise.
+        num_speculative_tokens: K, the depth of a draft; 'auto' chooses it for each step; None for the method's default.
+        verifier: a name in VERIFIERS; None for greedy at temperature 0 and otherwise the lossless rule for the draft.
+        use_draft_probs: verify sampled drafts with the distribution q that they were sampled from; otherwise as if they
+            were deterministic.
+        settings: settings of the method; `NO_SETTINGS` for its defaults.
+        verifier_settings: settings of the verifier, likewise.
 
     Raises:
         ValueError: a value that no method allows.
@@ -145,12 +146,12 @@ class SpeculativeConfig:
         Key("use_draft_probs", (bool,), True, "").check(self.use_draft_probs)
 
     def flat(self) -> dict[str, Any]:
-        """Keys with their values, as in JSON."""
+        """Return keys and values as in JSON."""
         return {key: getattr(self, key) for key in COMMON_KEYS} | asdict(self.settings) | asdict(self.verifier_settings)
 
 
 COMMON_KEYS = [field.name for field in fields(SpeculativeConfig) if field.type is not Settings]
-"""The keys of every method."""
+"""Keys of every method."""
 
 PROPOSERS: Registry[Any] = Registry(
     "megatron_mtp.proposers",
@@ -171,10 +172,9 @@ PROPOSERS: Registry[Any] = Registry(
         }
     ),
 )
-"""Methods, each a class of `Proposer`: what drafts.
-
-Those of drafters are named by the drafter's kind. A row is written as an entry point is, and imported when it is looked
-up, so that a list of names does not wait for torch. Other packages add rows under the group `megatron_mtp.proposers`.
+"""Drafting methods, each a class of `Proposer`. Those of drafters have the name of the drafter's kind. A row is an
+entry point, imported on look-up, so that listing names does not import torch. Other packages add rows under the group
+`megatron_mtp.proposers`.
 """
 
 VERIFIERS: Registry[Any] = Registry(
@@ -193,7 +193,7 @@ VERIFIERS: Registry[Any] = Registry(
         }
     ),
 )
-"""Which drafts are accepted, each a `Verifier`; likewise."""
+"""Acceptance rules, each a `Verifier`, in the same form."""
 
 
 # --- as vLLM spells them: vllm/config/speculative.py of 0.33 ----------------------------------------------------------
@@ -204,20 +204,20 @@ _FAMILIES = (
     "qwen3_5 qwen3_next qwen4_exp step3p5"
 ).split()
 FOREIGN_METHODS = {f"{family}_mtp": "mtp" for family in _FAMILIES} | {"ngram_gpu": "ngram"}
-"""vLLM has a name for the MTP modules of each family; all of them are drafted with as `mtp` does."""
+"""vLLM's names for the MTP modules of each family; all of them mean `mtp`."""
 
 _ANY = (False, True)
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A key of vLLM's.
+    """A key of vLLM's config.
 
     Attributes:
-        meaning: what it means here.
-        values: those that are taken; None for all, which go on to `name`.
-        name: the key of this package that it sets; None where it changes nothing.
-        becomes: for `name`, where the values have other names here.
+        meaning: its meaning here.
+        values: accepted values; None for any, passed on to `name`.
+        name: the key of this package that it sets; None if it has no effect.
+        becomes: values of `name` that differ from vLLM's.
     """
 
     meaning: str
@@ -261,10 +261,10 @@ FOREIGN_KEYS = {
 
 
 def from_vllm(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with this package's names in the place of vLLM's.
+    """Convert settings from vLLM's names to this package's.
 
     Raises:
-        ValueError: a key has a value that means something which is not here, or sets what another one sets.
+        ValueError: a key has a value with no equivalent here, or sets the same thing as another key.
     """
     made = {key: value for key, value in given.items() if key not in FOREIGN_KEYS}
     if isinstance(method := given.get("method"), str):

@@ -1,18 +1,19 @@
-"""A dense layer with little between its matrix products: the same modules' weights, fewer steps of Python.
+"""Fast forward of a dense layer: the same weights with little Python overhead between the matrix products.
 
-A step of drafting has few rows. On a small model Megatron's bookkeeping around each product then takes longer than the
-product; on a large one the product takes as long as reading its weight. `lean` returns a forward for a transformer
-layer, and for a hybrid's layer of attention, MLP, Mamba-2 or Gated DeltaNet: no biases, rotary halves, no quantization,
-no sequence parallelism. All others run as Megatron's modules, and so do experts within their layer.
+A decoding step has few rows. On a small model, Megatron's bookkeeping around each product then takes longer than the
+product; on a large one, the product takes as long as reading its weight. `lean` returns a forward for a transformer
+layer, and for a hybrid model's attention, MLP, Mamba-2 or Gated DeltaNet layer: without biases, with rotary halves,
+without quantization or sequence parallelism. All others run as Megatron's modules, as do experts within their layer.
 
-On a GPU every operation between the products is a kernel that takes longer to start than to run. There torch's compiler
-makes one of a sum and the norm after it, one of a gated activation, and two of turning queries and keys and writing
-keys and values into the cache (`fused`).
+On a GPU, each operation between the products is a kernel that takes longer to launch than to run. There, torch's
+compiler fuses a sum with the norm after it, a gated activation, and, in two kernels, the rotation of queries and keys
+with the cache write (`fused`).
 
-The settings that this file knows are listed. Where another one differs from Megatron's default, the layer runs as
-Megatron's module, and a warning names the setting. So a new switch of Megatron makes drafting slower, and never wrong.
+The settings that this file supports are listed. If any other differs from Megatron's default, the layer runs as
+Megatron's module, and a warning names the setting. So a new option of Megatron can make drafting slower, but never
+wrong.
 
-Letters in names: S rows of a forward, B batch, H hidden, G key heads, Q query heads of one key head, C channels.
+Letters in names: S rows of a forward pass, B batch, H hidden, G key heads, Q query heads per key head, C channels.
 """
 
 import logging
@@ -61,7 +62,10 @@ _logger = logging.getLogger(__name__)
 
 
 def short_norm(norm: Any) -> Callable[[Tensor], Tensor]:
-    """RMSNorm as `PortableNorm` computes it, in half as many operations; other norms, and on CUDA, as they are."""
+    """Return an RMSNorm like `PortableNorm` with half as many operations.
+
+    Other norms, and all on CUDA, are unchanged.
+    """
     if type(norm) is not PortableNorm or norm.bias is not None or norm.weight.is_cuda:
         return norm
     weight = norm.weight.detach() + (1 if norm.centered else 0)
@@ -78,9 +82,9 @@ def short_norm(norm: Any) -> Callable[[Tensor], Tensor]:
 
 
 def turns(angles_L11C: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    """Cosine and signed sine of every position, [L, 2, 1, 1, C]; Megatron's modules compute them in every layer.
+    """Return cosine and signed sine of every position, [L, 2, 1, 1, C]; Megatron's modules compute them in every layer.
 
-    Turning (a, b) by an angle is (a, b) * cos + (b, a) * (-sin, sin), so the halves only change places.
+    Rotating (a, b) by an angle is (a, b) * cos + (b, a) * (-sin, sin), so the halves are only swapped.
 
     Args:
         scale: YaRN's factor of both.
@@ -91,7 +95,7 @@ def turns(angles_L11C: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor
 
 
 def lean(layer: Any, product: Product) -> Forward | None:
-    """The layer's forward with these products, hidden [S, B, H] to the same; None for a layer of another kind."""
+    """Return the layer's fast forward with these products, hidden [S, B, H] to the same; None if not supported."""
     if not _is_plain(layer) or not _is_known(layer.config):
         return None
     norms: list[Any] = []
@@ -117,14 +121,14 @@ def lean(layer: Any, product: Product) -> Forward | None:
 
 
 def fused(function: Callable[..., Any], weight: Tensor) -> Callable[..., Any]:
-    """The function, which stands between products, compiled into few kernels on a GPU, for any number of rows."""
+    """Compile a function between products into few kernels on a GPU, for any number of rows."""
     can_launch = weight.is_cuda and why_not("triton") is None and why_no_launcher() is None
     return _compiled(function) if can_launch else function
 
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function by torch's compiler; where that fails the function itself, after one warning."""
+    """Compile the function with torch; if that fails, return the function itself after one warning."""
     way = torch.compile(function, dynamic=True)
 
     def call(*given: Any) -> Any:
@@ -147,30 +151,30 @@ def _sum_and_norm(hidden: Tensor, made: Tensor, normalize: Callable[[Tensor], Te
 
 
 def mixer_of(layer: Any) -> Any:
-    """Module in the place of a layer's recurrence (recurrent_layers.py); None for a layer of another kind."""
+    """Return the replacement of a layer's recurrence (recurrent_layers.py); None for other layers."""
     mixer = layer.mixer if isinstance(layer, MambaLayer) else layer.self_attention
     return mixer if isinstance(mixer, StandIn) else None
 
 
 def norm_before(layer: Any) -> Any:
-    """The norm before a layer's recurrence or attention."""
+    """Return the norm before a layer's recurrence or attention."""
     return layer.norm if isinstance(layer, MambaLayer) else layer.input_layernorm
 
 
 def attention_of(layer: Any) -> Any:
-    """The attention of a layer; None for a layer without."""
+    """Return the attention of a layer; None if it has none."""
     found = getattr(layer, "self_attention", None)
     return found if isinstance(found, Attention) else None
 
 
 def mlp_of(layer: Any) -> Any:
-    """The MLP of a layer; None for a layer without."""
+    """Return the MLP of a layer; None if it has none."""
     found = getattr(layer, "mlp", None)
     return found if isinstance(found, MLP) else None
 
 
 def _is_plain(layer: Any) -> bool:
-    """True if the layer has the modules that `lean` knows, and nothing beside them."""
+    """Return whether the layer has only the modules that `lean` supports."""
     if type(layer) is MambaLayer:
         return _is_plain_part(layer.mixer)
     known = type(layer) in (TransformerLayer, MLPLayer) and isinstance(layer.cross_attention, IdentityOp)
@@ -178,7 +182,7 @@ def _is_plain(layer: Any) -> bool:
 
 
 def _is_plain_part(part: Any) -> bool:
-    """True if its attention, recurrence, MLP or experts are plain."""
+    """Return whether its attention, recurrence, MLP or experts are plain."""
     if type(part) in (SelfAttention, RepeatedAttention):
         return isinstance(part.core_attention, CachedAttention) and _are_plain(part.linear_qkv, part.linear_proj)
     if type(part) is MLP:
@@ -189,7 +193,7 @@ def _is_plain_part(part: Any) -> bool:
 
 
 def _are_experts(mlp: Any) -> bool:
-    """True if it is a layer of experts, or stands in the place of one; with biases it has a sum of its own."""
+    """Return whether it is a layer of experts or its replacement; with biases it has its own sum."""
     own = getattr(mlp, "own", mlp)
     return isinstance(own, MoELayer) and not own.config.add_bias_linear
 
@@ -206,7 +210,7 @@ def _is_known(config: TransformerConfig) -> bool:
 
 
 def unknown_settings(config: TransformerConfig) -> list[str]:
-    """Names of settings that are not Megatron's defaults, and that `lean` does not know."""
+    """Return the names of settings that differ from Megatron's defaults and that `lean` does not support."""
     defaults = default_settings(config)
     return [
         name
@@ -218,7 +222,7 @@ def unknown_settings(config: TransformerConfig) -> list[str]:
 
 
 def default_settings(config: TransformerConfig) -> dict[str, Any]:
-    """Megatron's defaults of what a configuration has."""
+    """Return Megatron's defaults of a configuration's fields."""
     return {
         one.name: one.default if one.default_factory is MISSING else one.default_factory() for one in fields(config)
     }
@@ -226,7 +230,7 @@ def default_settings(config: TransformerConfig) -> dict[str, Any]:
 
 @cache
 def _warn(unknown: tuple[str, ...]) -> None:
-    """Once for the same settings."""
+    """Warn once for the same settings."""
     _logger.warning(
         "drafting runs Megatron's own layers, which are slower: the model sets %s, which the short ones do not know",
         ", ".join(unknown),
@@ -234,7 +238,7 @@ def _warn(unknown: tuple[str, ...]) -> None:
 
 
 def _summed(linear: RowParallelLinear, product: Product) -> Multiply:
-    """A product whose terms are divided over tensor-parallel ranks."""
+    """Sum a product whose terms are divided over tensor-parallel ranks."""
     multiply, group = product(linear.weight), linear.tp_group
     if group.size() == 1:
         return multiply
@@ -273,7 +277,7 @@ def _kept_heads(
     caches: tuple[Tensor, Tensor],
     places: Places,
 ) -> Tensor:
-    """Queries [B, N, R, C] of a product with queries, keys and values; the latter two are kept in the caches."""
+    """Return queries [B, N, R, C] of a product with queries, keys and values; store keys and values in the caches."""
     both, value = mixed_SBGQC[..., :-1, :], mixed_SBGQC[..., -1, :]
     if norms[0] is not None or norms[1] is not None:
         pair = zip(norms, (both[..., :-1, :], both[..., -1:, :]), strict=True)
@@ -286,7 +290,7 @@ def _kept_heads(
 
 
 def rotated(both: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
-    """Queries and keys [..., C] turned by their rows' angles, which may be of fewer channels."""
+    """Rotate queries and keys [..., C] by their rows' angles, which may cover only some channels."""
     turned = cosine.size(-1)
     front, rest = (both, None) if turned == both.size(-1) else (both[..., :turned], both[..., turned:])
     front = torch.addcmul(front * cosine, front.roll(turned // 2, -1), signed_sine)
@@ -305,15 +309,15 @@ def _mlp(mlp: MLP, product: Product) -> Forward:
 
 
 def _experts(experts: Any, _: Product) -> Forward:
-    """Megatron's module, or what stands in its place."""
+    """Return Megatron's module, or its replacement."""
     return lambda hidden_SBH, _: experts(hidden_SBH)[0]
 
 
 def activation(config: TransformerConfig, weight: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-    """Activation of an MLP between its products: [..., F], or [..., 2 F] of a gated unit, to [..., F].
+    """Return the activation of an MLP: [..., F], or [..., 2 F] for a gated unit, to [..., F].
 
     Args:
-        weight: of either product, whose device decides whether a gated unit is compiled; None leaves it as it is.
+        weight: weight of either product; its device decides whether a gated unit is compiled. None for no compilation.
     """
     activate = config.activation_func
     if not config.gated_linear_unit:

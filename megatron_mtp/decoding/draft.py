@@ -1,7 +1,7 @@
-"""What passes between the parts of a step: run -> propose -> verify -> keep -> emit.
+"""Data passed between the parts of a step: run -> propose -> verify -> keep -> emit.
 
-The trunk scores R = N + 1 rows of a sequence in one forward: row 0 is t_m, the newest token, and rows 1 .. N are the
-drafted nodes. A draft is a tree: every node names the row that it continues, and a chain is a tree with one branch.
+The trunk scores R = N + 1 rows of a sequence in one forward pass: row 0 is t_m, the newest token, and rows 1 .. N are
+the drafted nodes. A draft is a tree: every node names the row that it continues, and a chain is a tree with one branch.
 
         row      0     1     2     3            the root t_m, two candidates for the next token, and one more token
         token    t_m   a     b     c            that continues b
@@ -23,13 +23,13 @@ from megatron_mtp.decoding.sampling import Noise, Sampling, SamplingOfEach
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens that a proposer offers.
+    """Draft tokens of a proposer.
 
     Attributes:
-        tokens_BN: the drafted tokens; a node stands after its parent.
+        tokens_BN: draft tokens; each node comes after its parent.
         probs_BNV: q, the distribution that each was sampled from; None for deterministic drafts.
-        parents_BN: the row that each node continues; None for a chain.
-        valid_BN: False where a node is padding, or scored without being a candidate; None if all are candidates.
+        parents_BN: row that each node continues; None for a chain.
+        valid_BN: False where a node is padding or is scored without being a candidate; None if all are candidates.
     """
 
     tokens_BN: Tensor
@@ -39,22 +39,22 @@ class Draft:
 
     @property
     def nodes(self) -> int:
-        """N, drafted tokens of a sequence."""
+        """N, number of draft tokens per sequence."""
         return self.tokens_BN.size(1)
 
     @property
     def is_chain(self) -> bool:
-        """True if every token continues the one before."""
+        """Whether every token continues the previous one."""
         return self.parents_BN is None
 
     def parents(self) -> Tensor:
-        """[B, N], of a chain too."""
+        """[B, N], also for a chain."""
         if self.parents_BN is not None:
             return self.parents_BN
         return torch.arange(self.nodes, device=self.tokens_BN.device).expand_as(self.tokens_BN)
 
     def distributions(self, like: Tensor) -> Tensor:
-        """q of every node, [B, N, V], of the dtype of `like` [..., V]; one-hot where the draft is deterministic."""
+        """Return q of every node, [B, N, V], in the dtype of `like` [..., V]; one-hot for a deterministic draft."""
         return (one_hot(self.tokens_BN, like.size(-1)) if self.probs_BNV is None else self.probs_BNV).to(like)
 
     def valid(self) -> Tensor:
@@ -62,7 +62,10 @@ class Draft:
         return torch.ones_like(self.tokens_BN, dtype=torch.bool) if self.valid_BN is None else self.valid_BN
 
     def levels(self) -> list[list[int]]:
-        """Depth of every node, from 1 on, on the host; -1 where it is not a candidate, or continues none."""
+        """Return the depth of every node, from 1, on the host.
+
+        -1 for nodes that are not candidates or have no parent.
+        """
         if self.is_chain and self.valid_BN is None:
             return [list(range(1, self.nodes + 1))] * self.tokens_BN.size(0)
         found = []
@@ -79,8 +82,8 @@ class Verdict:
     """The target's verdict on a draft.
 
     Attributes:
-        kept_BR: rows on the accepted path; the root always is.
-        token_B: the token after the path: recovered after a rejection, bonus after none.
+        kept_BR: rows on the accepted path; always includes the root.
+        token_B: token after the path: recovered after a rejection, bonus if all drafts were accepted.
     """
 
     kept_BR: Tensor
@@ -88,19 +91,19 @@ class Verdict:
 
     @property
     def accepted_B(self) -> Tensor:
-        """[B], accepted drafts of every sequence."""
+        """[B], number of accepted drafts of every sequence."""
         return self.kept_BR.sum(dim=1) - 1
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """The tokens that a step added, on the device; a recorded step fills the same tensors again.
+    """Tokens that a step added, on the device; a captured step writes the same tensors again.
 
     Attributes:
-        draft: what was judged.
-        tokens_BR: the accepted drafts and the token after them; what stands behind these means nothing.
-        count_B: how many of these were added.
-        drafter_seconds: where the step made its draft at once, how long that took.
+        draft: the verified draft.
+        tokens_BR: accepted drafts and the token after them; later entries are undefined.
+        count_B: number of tokens that were added.
+        drafter_seconds: drafting time, if the draft was made in one call.
     """
 
     draft: Draft
@@ -111,14 +114,14 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class Round:
-    """Facts for proposers and verifiers beside the draft and the target's logits.
+    """Inputs of proposers and verifiers other than the draft and the target's logits.
 
     Attributes:
-        sampling: temperature, top-k, top-p and min-p, of target and drafter alike.
-        noise: this round's random numbers of every request.
-        config: the settings of the method and of the verifier.
-        token_ids: of every sequence up to t_m, on the host; a recorded step has none.
-        tokens_BT: the same on the device, and behind t_m anything; `noise.position_B` is their number.
+        sampling: temperature, top-k, top-p and min-p, for target and drafter alike.
+        noise: random numbers of every request for this round.
+        config: settings of the method and of the verifier.
+        token_ids: tokens of every sequence up to t_m, on the host; not available in a captured step.
+        tokens_BT: the same on the device, with undefined values after t_m; `noise.position_B` is their number.
     """
 
     sampling: Sampling | SamplingOfEach

@@ -1,11 +1,11 @@
-"""The engine: requests join and leave between steps, and share one memory in blocks; `generate` runs one.
+"""The engine: requests join and leave between steps and share one block memory. `generate` runs a temporary engine.
 
 runner = load_runner("runs/quickstart/checkpoint")
 generated = generate(runner, [[1, 2, 3]], 64, speculative={"method": "mtp_eagle", "num_speculative_tokens": 2})
 
-Where a forward raises, its sequences are put back, and each goes on in forwards of its own. One that fails there as
-well ends with `Finish.ERROR`; the others do not notice. On several tensor-parallel ranks the error is raised: the other
-ranks may not have failed, and their collectives would meet those of another step.
+If a forward pass raises, its sequences are put back, and each continues in forward passes of its own. A sequence that
+fails there again ends with `Finish.ERROR`; the others are not affected. On several tensor-parallel ranks the error is
+raised, because the other ranks may not have failed and would wait in the collectives of another step.
 """
 
 import logging
@@ -30,37 +30,37 @@ from megatron_mtp.decoding.scheduler import EngineSettings, Scheduler
 from megatron_mtp.decoding.sequences import wants_few_shapes
 
 DEFAULT_CACHE_GIB = 4.0
-"""Cache that is taken unasked in a host's memory."""
+"""Default cache size in host memory."""
 
 DEFAULT_GPU_SHARE = 0.8
-"""Share of a GPU's free memory that the cache takes unasked; steps and their graphs need the rest."""
+"""Default fraction of a GPU's free memory for the cache; steps and their graphs need the rest."""
 
 MIN_KEPT_SLOTS = 1024
-"""Slots of a sequence in memory that is kept for later prompts, at least, so that they seldom need other memory."""
+"""Minimum number of slots of a sequence in memory that is kept for later prompts, to avoid reallocation."""
 
 WARM_STEPS = 4
-"""Steps of a kind until it is recorded, and one more."""
+"""Steps of a kind until it is captured, plus one."""
 
 _logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Sequences of requests, which grow step by step. Only one thread calls it.
+    """Runs requests step by step. Call it from one thread only.
 
     Args:
         runner: the target.
-        settings: its sizes.
-        speculative: how sequences draft whose requests have no method; None decodes them plainly.
+        settings: sizes of the engine.
+        speculative: drafting method of requests without one; None for plain decoding.
         drafter: the small model of `draft_model`.
 
     Attributes:
-        scheduler: who runs in a step.
-        stats: what its steps have cost and gained.
-        policy_version: how often the weights were updated (`update_weights`), or the number that the last update gave.
-        is_torn: an update of the weights has failed half-way, so that no step can be taken.
+        scheduler: decides what runs in a step.
+        stats: cost and gain of its steps.
+        policy_version: number of weight updates (`update_weights`), or the number that the last update set.
+        is_torn: whether a weight update has failed halfway, so no step can run.
 
     Raises:
-        ValueError: a model or config that it cannot serve.
+        ValueError: the model or config is not supported.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Engine:
             )
 
     def add(self, request: Request) -> int:
-        """Queue a request; returns its number. ValueError where it can never be served, QueueFull if not now."""
+        """Queue a request and return its number. Raise ValueError if it can never be served, QueueFull if not now."""
         method = self._method_of(request)
         check_request(request, self.scheduler.positions, self.runner.vocab_size)
         goes_on = request.max_new_tokens == UNLIMITED
@@ -95,12 +95,12 @@ class Engine:
         return self._added - 1
 
     def cancel(self, request: int) -> None:
-        """Forget a request; its place and blocks are free in the next step. Nothing happens if it has ended."""
+        """Remove a request; its place and blocks are free in the next step. No effect if it has ended."""
         self.scheduler.cancel(request)
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """A decode step of every running sequence, or a chunk of prompts; see `Scheduler.schedule`."""
+        """Run a decode step of every running sequence, or a chunk of prompts; see `Scheduler.schedule`."""
         if self.is_torn:
             raise RuntimeError("an update of the weights has failed half-way; update them again, whole.")
         updates: list[Update] = []
@@ -132,12 +132,12 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """True if any request has not ended."""
+        """Whether any request has not ended."""
         return bool(self.scheduler.seqs)
 
     @property
     def max_length(self) -> int:
-        """Tokens of a prompt and its output, at most, for requests without a method of their own."""
+        """Maximum number of tokens of a prompt and its output, for requests without a method of their own."""
         return self._length_with(self._method_of(Request([0], 1)))
 
     @property
@@ -159,11 +159,11 @@ class Engine:
         )
 
     def _length_with(self, method: Method) -> int:
-        """Tokens of a sequence whose drafts take room as well, at most."""
+        """Return the largest number of tokens of a sequence, including room for its drafts."""
         return min(self.scheduler.positions, self.scheduler.longest - method.slots)
 
     def _method_of(self, request: Request) -> Method:
-        """The method of a request; errors as `make_method`."""
+        """Return the method of a request; raises the errors of `make_method`."""
         config = request.speculative or self.speculative
         kind = config, request.sampling.greedy
         if kind not in self._methods:
@@ -179,12 +179,12 @@ class Engine:
 
 
 def warm_up(engine: Engine) -> None:
-    """Take steps of every number of sequences, greedy and sampled, so that requests need not wait for a compiler.
+    """Run steps with every number of sequences, greedy and sampled, so that requests do not wait for compilation.
 
-    What is compiled or recorded at its first use is then ready. Counts and measurements begin anew.
+    Counts and measurements are reset afterwards.
 
     Args:
-        engine: without requests.
+        engine: an engine without requests.
     """
     runner, most = engine.runner, engine.speculative.num_speculative_tokens
     drafted = most if isinstance(most, int) else runner.depths
@@ -206,13 +206,13 @@ def warm_up(engine: Engine) -> None:
 
 
 def block_bytes(runner: Runner, drafter: Runner | None = None) -> int:
-    """Bytes of one block: keys and values of the trunk, of MTP layers and of a small model, and the trunk's states."""
+    """Return the bytes of one block: keys and values of trunk, MTP layers and a small model, and the trunk's states."""
     kept = sum(one.numbers * of.dtype.itemsize for of, one in _keeping(runner, drafter))
     return (kept + runner.state_size * runner.dtype.itemsize) * BLOCK
 
 
 def entry_bytes(runner: Runner, drafter: Runner | None = None) -> int:
-    """Bytes that the recurrent layers of all these keep of one sequence; 0 where there are none."""
+    """Return the bytes of one sequence's states in all recurrent layers; 0 if there are none."""
     return sum(size.state_bytes(of.dtype) for of, one in _keeping(runner, drafter) for size in one.states)
 
 
@@ -222,10 +222,10 @@ def _keeping(runner: Runner, drafter: Runner | None) -> list[tuple[Runner, Keepi
 
 
 def blocks_in(gib: float, running: int, runner: Runner, drafter: Runner | None = None) -> int:
-    """Blocks that so much memory holds, beside what recurrent layers keep of so many running sequences.
+    """Return the number of blocks that fit in this much memory, besides the recurrent states of the running sequences.
 
     Raises:
-        ValueError: not even one.
+        ValueError: not even one block fits.
     """
     each, states = block_bytes(runner, drafter), running * entry_bytes(runner, drafter)
     blocks = int((gib * 2**30 - states) / each) - 1  # one belongs to no sequence
@@ -239,17 +239,19 @@ def blocks_in(gib: float, running: int, runner: Runner, drafter: Runner | None =
 
 
 def blocks_for(running: int, runner: Runner, drafter: Runner | None = None, positions: int | None = None) -> int:
-    """Blocks of so many sequences of so many tokens, as far as `default_cache_gib` holds them; errors as `blocks_in`.
+    """Return the number of blocks for this many sequences of this many tokens, limited by `default_cache_gib`.
+
+    Raises ValueError like `blocks_in`.
 
     Args:
-        positions: None for all of the model's.
+        positions: tokens per sequence; None for all of the model's positions.
     """
     each = -(-(positions or runner.positions) // BLOCK) + 1  # and the drafts behind the last position
     return min(running * each, blocks_in(default_cache_gib(runner.device), running, runner, drafter))
 
 
 def default_cache_gib(device: torch.device) -> float:
-    """GiB of cache that are taken unasked: a share of a GPU's free memory, of the rank that has the least."""
+    """Return the default cache size in GiB: a share of the GPU's free memory, on the rank with the least."""
     if device.type != "cuda":
         return DEFAULT_CACHE_GIB
     free: list[Any] = [None] * torch.distributed.get_world_size()
@@ -259,12 +261,12 @@ def default_cache_gib(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Generated:
-    """The outcome of a batch.
+    """Result of a batch.
 
     Attributes:
-        token_ids: what was emitted for each prompt, the stop token included.
-        stats: what it cost, summed over the batch.
-        logprobs: of every token, if they were asked for; else empty lists.
+        token_ids: emitted tokens of each prompt, including the stop token.
+        stats: cost and acceptance, summed over the batch.
+        logprobs: log-probabilities of every token, if requested; otherwise empty lists.
     """
 
     token_ids: list[list[int]]
@@ -285,24 +287,24 @@ def generate(
     emit: Callable[[Update], None] | None = None,
     logprobs: int | None = None,
 ) -> Generated:
-    """Continue every prompt, all at once.
+    """Continue all prompts in one batch.
 
     Args:
         runner: the target (`load_runner`).
-        prompts: token ids, at least one each.
-        max_new_tokens: for all sequences, or for each; fewer where the model's positions end before.
+        prompts: token ids, at least one per prompt.
+        max_new_tokens: for all sequences, or for each; limited by the model's positions.
         sampling: greedy if None.
-        speculative: how to draft, as a config or as the dict of one; None decodes plainly.
-        seeds: of each prompt; its number in the list if None. A sequence depends on its own seed alone.
-        stop_ids: a sequence ends with the first of these.
+        speculative: drafting method, as a config or a dict of one; None for plain decoding.
+        seeds: seed of each prompt; None for its index. A sequence depends only on its own seed.
+        stop_ids: the sequence ends at the first of these tokens.
         drafter: the small model of `draft_model`.
-        cut: given the tokens emitted so far, how many of them to keep, or None to go on (stop strings).
-        emit: called with what every step gave every sequence, by the prompt's number, as it comes.
-        logprobs: how many of the most probable tokens to list beside each emitted one, with the target's
-            log-probabilities, drafted or not; 0 for the emitted ones alone, None for none.
+        cut: function from the emitted tokens to how many of them to keep, or None to continue (stop strings).
+        emit: called with the prompt's index and the new tokens of every step.
+        logprobs: number of most probable tokens to list for each emitted one, with log-probabilities of the target; 0
+            for only the emitted token's, None for no log-probabilities.
 
     Raises:
-        ValueError: a prompt or setting that the model does not allow.
+        ValueError: the model does not support a prompt or a setting.
     """
     budgets = max_new_tokens if isinstance(max_new_tokens, list) else [max_new_tokens] * len(prompts)
     seeds = list(range(len(prompts))) if seeds is None else seeds
@@ -320,7 +322,7 @@ def generate(
 
 
 def _generated(engine: Engine, requests: list[Request], emit: Callable[[Update], None] | None) -> Generated:
-    """What the engine makes of requests, run until all have ended."""
+    """Run the engine on these requests until all have ended, and return the results."""
     number_of = {engine.add(request): number for number, request in enumerate(requests)}
     token_ids: list[list[int]] = [[] for _ in requests]
     found: list[list[TokenLogprob]] = [[] for _ in requests]
@@ -337,7 +339,7 @@ def _generated(engine: Engine, requests: list[Request], emit: Callable[[Update],
 
 
 def _engine_for(runner: Runner, requests: list[Request], drafter: Runner | None) -> Engine:
-    """An engine with a block for each sequence, so that attention reads its keys where they are."""
+    """Create an engine with one block for each sequence, so that attention reads keys without a copy."""
     first, few = requests[0], wants_few_shapes(runner.device)
     method = make_method(runner, first.speculative, first.sampling, drafter)
     positions = runner.positions
@@ -357,7 +359,7 @@ def _engine_for(runner: Runner, requests: list[Request], drafter: Runner | None)
 
 
 def check_prompts(runner: Runner, prompts: list[list[int]], max_new_tokens: int) -> None:
-    """Raises ValueError for what cannot be continued."""
+    """Raise ValueError for prompts that cannot be continued."""
     if max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {max_new_tokens}; give 1 or more.")
     if not prompts:

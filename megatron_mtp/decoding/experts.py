@@ -1,10 +1,11 @@
-"""Layers of experts for few rows, without reading back which experts the rows go to.
+"""Expert layers for few rows, without reading back to the host which experts the rows are routed to.
 
-Megatron's layer sorts rows by expert and reads the counts back to the host, which a CUDA graph cannot do, and runs one
-expert after another. Here few rows gather the weights of their experts, and more rows run all experts at once; the
-probability of an expert that was not chosen is 0. The router's functions and the shared experts are Megatron's.
+Megatron's layer sorts rows by expert, reads the counts back to the host, which a CUDA graph cannot do, and runs the
+experts one after another. Here, few rows gather the weights of their experts, and more rows run all experts at once,
+with probability 0 for experts that were not chosen. Router functions and shared experts are Megatron's.
 
-Letters in names: S rows of a forward, B batch, H hidden, T = S B, E experts, K experts of a row, F hidden of an expert.
+Letters in names: S rows of a forward pass, B batch, H hidden, T = S B, E experts, K experts of a row, F hidden size of
+an expert.
 """
 
 from typing import Any
@@ -23,10 +24,10 @@ from megatron_mtp.decoding.cached_attention import StandIn
 from megatron_mtp.decoding.dense_layer import activation, default_settings
 
 MOST_ROWS = 1024
-"""With more rows, all experts for all rows take longer than sorting the rows, and much memory."""
+"""With more rows, running all experts takes longer than sorting the rows, and much memory."""
 
 COPIES = 3
-"""Times that a gathered weight moves through memory: read, written and read again."""
+"""How often a gathered weight moves through memory: read, written and read again."""
 
 KNOWN = frozenset(
     # of the router, whose functions are Megatron's
@@ -39,17 +40,17 @@ KNOWN = frozenset(
     "moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion moe_token_drop_policy moe_layer_recompute "
     "moe_per_layer_logging moe_hybridep_num_sms_preprocessing moe_flex_dispatcher_backend".split()
 )
-"""Settings of experts that may differ from Megatron's defaults; with another one the layer is Megatron's."""
+"""Settings of experts that may differ from Megatron's defaults; with any other one, Megatron's layer runs."""
 
 AS_THEY_ARE = ("activation_func_clamp_value", "glu_linear_offset", "use_te_activation_func", "fp8", "fp4")
 """Further settings of an expert's forward, which must have Megatron's defaults."""
 
 BALANCED = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
-"""Kinds of load balancing whose routers choose the likeliest experts, and read nothing back."""
+"""Kinds of load balancing whose routers choose the most likely experts and read nothing back."""
 
 
 class StaticExperts(StandIn):
-    """In the place of a `MoELayer`, whose experts' weights become parts of one tensor."""
+    """Replaces a `MoELayer`, whose expert weights become parts of one tensor."""
 
     def __init__(self, own: MoELayer) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class StaticExperts(StandIn):
         self._activated = activation(own.config)
 
     def forward(self, hidden_SBH: Tensor, **_: object) -> tuple[Tensor, None]:
-        """[S, B, H], and no bias, as the layer returns them."""
+        """Return [S, B, H] and None for the bias, like the replaced layer."""
         rows = hidden_SBH.shape[:2].numel()
         if rows > MOST_ROWS and not torch.cuda.is_current_stream_capturing():
             return self.own(hidden_SBH)
@@ -83,7 +84,7 @@ class StaticExperts(StandIn):
         return made.view_as(hidden_SBH), None
 
     def _routed(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor]:
-        """The router's choice for every row: probabilities and numbers of experts [T, K]."""
+        """Return the router's choice for every row: probabilities and expert numbers [T, K]."""
         router, config = self.own.router, self.own.config
         router._maintain_float32_expert_bias()
         return topk_routing_with_score_function(
@@ -100,7 +101,7 @@ class StaticExperts(StandIn):
 
 
 def place_static_experts(layer: TransformerLayer) -> None:
-    """Put `StaticExperts` in the place of a layer's experts, where they are of a kind that it knows."""
+    """Replace a layer's experts by `StaticExperts`, if they are of a supported kind."""
     if isinstance(layer.mlp, MoELayer) and _is_known(layer.mlp):
         layer.mlp = StaticExperts(layer.mlp)
 
@@ -119,7 +120,7 @@ def _is_known(layer: MoELayer) -> bool:
 
 
 def _is_plain(expert: MLP) -> bool:
-    """True if it is whole on this rank, and has no biases."""
+    """Return whether the layer is whole on this rank and has no biases."""
     products = (expert.linear_fc1, expert.linear_fc2)
     return all(one.bias is None for one in products) and expert.config.expert_tensor_parallel_size == 1
 

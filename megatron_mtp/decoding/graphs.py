@@ -1,18 +1,18 @@
-"""Steps as CUDA graphs: propose, verify and keep are recorded once and replayed, without Python in between.
+"""Steps as CUDA graphs: propose, verify and keep are captured once and replayed without Python in between.
 
-A recorded step reads and writes the same memory each time. So everything that changes from step to step must be in
-tensors that are written in place: tokens, lengths, states and caches are. Its shapes depend on the batch, K and the
-window alone, and it reads nothing back. Plain decoding is the step without drafts.
+A captured step reads and writes the same memory each time. So everything that changes from step to step must be in
+tensors that are written in place: tokens, lengths, states and caches are. Its shapes depend only on the batch, K and
+the window, and it reads nothing back. Plain decoding is the step without drafts.
 
-A graph belongs to the tensors that it reads: those of an engine's memory, and `KeptTensors`, in which batches of one
-kind and size have their tokens, lengths and tables, one batch after another. Another K or window has its own graph:
+A graph is bound to the tensors that it reads: those of an engine's memory, and `KeptTensors`, which hold tokens,
+lengths and tables for one batch after another of the same kind and size. Another K or window has its own graph:
 
-    a prompt's first step     may run more of the drafter's rows than a step adds; never recorded then
+    a prompt's first step     may run more of the drafter's rows than a step adds; never captured then
     first step of its kind    runs in Python, which allocates caches and workspaces
-    second                    is recorded, which runs nothing, and replayed
+    second                    is captured, which runs nothing, and replayed
     further ones              are replayed
 
-A device that refuses to record a step takes this and all further ones in Python, after one warning.
+If a device cannot capture a step, this step and all further ones run in Python, after one warning.
 """
 
 import logging
@@ -29,20 +29,20 @@ from megatron_mtp.decoding.sequences import Sequences
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 32
-"""Graphs that are kept of each kind and size of batches; the one that was not used for longest goes first."""
+"""Maximum number of graphs for each kind and size of batches; the least recently used one is dropped."""
 
 RunStep = Callable[[int], StepOutput]
-"""A step with K drafts, all that the device does."""
+"""Everything that a step with K drafts does on the device."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A recorded step.
+    """A captured step.
 
     Attributes:
-        replay: takes the step.
-        output: its tensors are filled by every replay.
-        pool: the memory of what a replay computes; steps of the same sequences share it, since none outlives a step.
+        replay: runs the step.
+        output: tensors that every replay fills.
+        pool: memory of intermediate results. Steps of the same sequences share it, because none outlives a step.
     """
 
     replay: Callable[[], None]
@@ -51,11 +51,11 @@ class Recorded:
 
 
 Record = Callable[[Callable[[], StepOutput], Any], Recorded]
-"""Records a step without running it, in the pool of an earlier one or a new one (None)."""
+"""Captures a step without running it, in the memory pool of an earlier one or a new one (None)."""
 
 
 def record_on_cuda(step: Callable[[], StepOutput], pool: Any) -> Recorded:
-    """`Record` with torch's CUDA graphs."""
+    """Capture a step with torch's CUDA graphs; see `Record`."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
         with torch.cuda.graph(graph, pool=pool):
@@ -66,15 +66,15 @@ def record_on_cuda(step: Callable[[], StepOutput], pool: Any) -> Recorded:
 
 
 Graphs = dict[Hashable, Recorded | None]
-"""Recorded steps; None for one that has run once and may be recorded."""
+"""Captured steps; None for one that has run once and may be captured."""
 
 
 class GraphedStep:
-    """The steps of a batch, recorded and replayed.
+    """Captures and replays the steps of a batch.
 
     Attributes:
-        is_steady: whether the last step took as long as further ones of its kind will.
-        failed: whether a step could not be recorded; then further ones are taken in Python.
+        is_steady: whether the last step took as long as later ones of its kind will.
+        failed: whether a step could not be captured; later ones then run in Python.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class GraphedStep:
         self.is_steady, self.failed = True, False
 
     def __call__(self, count: int) -> StepOutput:
-        """Take a step with K = `count`; the output's tensors hold until the next one."""
+        """Run a step with K = `count`; the output tensors are valid until the next one."""
         sequences, graphs = self._sequences, self._graphs
         if self.failed or self._proposer.missed(sequences, count) > sequences.shapes.growth:
             self.is_steady = True
@@ -107,7 +107,7 @@ class GraphedStep:
         return recorded.output
 
     def _recorded(self, count: int) -> Recorded | None:
-        """Record the step in the memory of earlier ones; None if that fails, with one warning in the log."""
+        """Record the step in the memory of earlier steps. If that fails, return None and log one warning."""
         pool = next((one.pool for one in self._graphs.values() if one is not None), None)
         try:
             return self._record(lambda: self._step(count), pool)

@@ -1,15 +1,15 @@
 """Keys and values of a model's layers in blocks of memory, and all caches of an engine.
 
-A forward writes its rows' keys and values at their slots and attends to the slots that its mask allows. Rejected drafts
-need no work: slots beyond a sequence's length are overwritten by the next forward. Only a tree needs `KVCache.keep`,
-which moves the rows of the accepted path together:
+A forward pass writes its rows' keys and values to their slots and attends to the slots that its mask allows. Rejected
+drafts need no work: the next forward pass overwrites the slots beyond a sequence's length. Only a tree needs
+`KVCache.keep`, which moves the rows of the accepted path together:
 
     slot      5    6    7    8                  t_m at slot 5, and three nodes; the third continues the second
     row       0    1    2    3
     path      0         2    3        ->        slots 5, 6, 7 are what slots 5, 7, 8 were
 
-Letters in names: B batch, R rows of a sequence, W slots that are looked at, N blocks of a memory, G key heads, S slots
-of a block, C channels, H hidden.
+Letters in names: B batch, R rows of a sequence, W slots of the window, N blocks of a memory, G key heads, S slots of a
+block, C channels, H hidden.
 """
 
 from typing import Any
@@ -20,18 +20,18 @@ from megatron_mtp.decoding.block_tables import BlockTables, Places, read_rows, w
 from megatron_mtp.decoding.rows import Rows
 
 FEW_BLOCKS = 4
-"""Blocks that are made zero one by one; a step gives a sequence one or none."""
+"""Number of blocks that are zeroed one by one; a step gives a sequence at most one."""
 
 
 class KVCache:
-    """Keys and values of `layers` layers; a layer's memory is taken when its first keys come.
+    """Keys and values of `layers` layers. A layer's memory is allocated when its first keys arrive.
 
     Args:
-        tables: any of the memory's, for its sizes.
+        tables: any block tables of the memory, for its sizes.
 
     Attributes:
-        recurrence: what recurrent layers remember (`recurrent_layers.Recurrence`); None before one has run.
-        states_N1SH: of a trunk's cache, memory where its forwards keep their rows' states; None where none is kept.
+        recurrence: states of recurrent layers (`recurrent_layers.Recurrence`); None before one has run.
+        states_N1SH: for a trunk's cache, memory for the states of its rows; None if they are not kept.
     """
 
     def __init__(self, layers: int, tables: BlockTables) -> None:
@@ -42,12 +42,12 @@ class KVCache:
         self.states_N1SH: Tensor | None = None
 
     def append(self, layer: int, key_BGRC: Tensor, value_BGRC: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Write the rows' keys, and values where they differ; returns those of all slots in the window [B, G, W, C]."""
+        """Write the rows' keys, and values if they differ. Return those of all slots in the window [B, G, W, C]."""
         key_BGWC = self._written(self.keys, layer, key_BGRC, rows)
         return key_BGWC, key_BGWC if value_BGRC is None else self._written(self.values, layer, value_BGRC, rows)
 
     def take(self, layer: int, heads: int, channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values in all blocks, [N, G, S, C] each, for code that writes them itself."""
+        """Return a layer's keys and values in all blocks, [N, G, S, C] each, for code that writes them itself."""
         sizes = layer, heads, channels, like
         return self._memory(self.keys, *sizes), self._memory(self.values, *sizes)
 
@@ -58,7 +58,7 @@ class KVCache:
                 write_rows(cache, read_rows(cache, source), target)
 
     def clear(self, blocks: list[int]) -> None:
-        """Forget all rows in some blocks, which then hold no number of an earlier sequence."""
+        """Zero all rows in some blocks, so that no values of earlier sequences remain."""
         for cache in (*self.keys, *self.values):
             if cache is not None:
                 _forget_blocks(cache, blocks)
@@ -75,12 +75,12 @@ class KVCache:
 
 
 class Memory:
-    """Caches of an engine, in the same blocks: of the trunk, of each MTP layer, and of a small model that drafts.
+    """Caches of an engine, in the same blocks: for the trunk, each MTP layer, and a small model that drafts.
 
     Attributes:
         states_N1SH: the trunk's states, from which MTP layers draft.
-        count_T: 0, 1, 2, ...: more than a sequence has tokens.
-        free_entries: of recurrent layers, which no sequence has.
+        count_T: 0, 1, 2, ..., longer than any sequence.
+        free_entries: unused entries of recurrent layers.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Memory:
         self.free_entries = list(range(cache.kept_entries))
 
     def take_entry(self) -> int:
-        """An entry for a sequence without rows; nothing is left there of a sequence that had it."""
+        """Return a cleared entry for a new sequence."""
         entry = self.free_entries.pop()
         for cache in self.caches:
             if cache.recurrence is not None:
@@ -100,7 +100,7 @@ class Memory:
         return entry
 
     def clear(self, blocks: list[int]) -> None:
-        """Make all rows in some blocks zero, as those of a new memory are."""
+        """Zero all rows in some blocks."""
         _forget_blocks(self.states_N1SH, blocks)
         for cache in self.caches:
             cache.clear(blocks)
@@ -112,7 +112,7 @@ class Memory:
 
 
 def _forget_blocks(memory: Tensor, blocks: list[int]) -> None:
-    """Make these blocks zero: a few one by one, since an index wakes all threads, and many at once."""
+    """Zero these blocks: a few one by one, because an index wakes all threads, and many at once."""
     if len(blocks) > FEW_BLOCKS:
         memory[blocks] = 0
         return

@@ -1,9 +1,9 @@
-"""A runner of a model that goes on training: it drafts with the very parameters that the training changes.
+"""A runner for a model in training, which drafts with the same parameters that the training updates.
 
     live = LiveRunner(model, args)      the model of a run, on ranks that share it by tensor parallelism alone
-    live.runner()                       ready to draft with the weights as they are now
+    live.runner()                       ready to draft with the current weights
 
-Attention modules of a runner have caches, so they are those of a second model; its parameters are the run's.
+A runner's attention modules have caches, so they belong to a second model, which shares the run's parameters.
 """
 
 from argparse import Namespace
@@ -22,15 +22,15 @@ from megatron_mtp.model.build import build
 
 
 class LiveRunner:
-    """A second model of a run's parameters.
+    """A second model that shares a run's parameters.
 
     Args:
-        model: of the run, not wrapped; it has the MTP layers or a drafter in their place.
-        args: of the run.
+        model: model of the run, not wrapped, with MTP layers or a drafter.
+        args: arguments of the run.
 
     Raises:
-        ValueError: the modules of the run have other names, as Transformer Engine's do, or drafting does not support
-            the model.
+        ValueError: the run's modules have other names, as Transformer Engine's do, or drafting does not support the
+            model.
     """
 
     def __init__(self, model: Any, args: Namespace) -> None:
@@ -44,13 +44,13 @@ class LiveRunner:
         self._runner = Runner(own)
 
     def runner(self) -> Runner:
-        """The runner, with the weights as they are now."""
+        """Return the runner with the current weights."""
         self._share()
         self._runner.read_weights()
         return self._runner
 
     def _share(self) -> None:
-        """Put the run's parameters and buffers in the place of the second model's."""
+        """Replace the second model's parameters and buffers by the run's."""
         given = {**dict(self._of_run.named_parameters()), **dict(self._of_run.named_buffers())}
         for name, place in self._places.items():
             key = name.rpartition(".")[2]
@@ -74,7 +74,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """What runs inside draws random numbers, and what comes after draws those that it would have drawn without it."""
+    """Restore the random number generators after this context, so that later draws do not change."""
     tracker = get_cuda_rng_tracker()
     kept: dict[str, Tensor] = tracker.get_states()
     with torch.random.fork_rng():

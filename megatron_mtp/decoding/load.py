@@ -1,6 +1,6 @@
-"""A checkpoint folder to a runner: the model that the checkpoint's own arguments describe, on one pipeline stage.
+"""Load a checkpoint folder as a runner: the model that the checkpoint's arguments describe, on one pipeline stage.
 
-Megatron's distributed checkpoints load in any layout, whatever layout saved them; tensor parallelism is that of the
+Megatron's distributed checkpoints load under any layout, whatever layout saved them. Tensor parallelism is that of the
 process group.
 """
 
@@ -39,7 +39,7 @@ OF_THE_RUN = (
     "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json",
 )
-"""Arguments that change what a model computes, and that `completed` leaves out, since no conversion has them."""
+"""Arguments that change what a model computes and that `completed` omits, because conversions do not have them."""
 
 OVER_ALL_RANKS = "tensor_model_parallel_size", "tensor_parallel_num_weight_shards"
 OF_EXPERTS = "expert_tensor_parallel_size", "expert_tensor_parallel_num_weight_shards"
@@ -51,7 +51,7 @@ class Loaded:
 
     Attributes:
         runner: the model.
-        tokenizer: the folder that the model was trained or converted with; None if there are plain ids alone.
+        tokenizer: tokenizer folder that the model was trained or converted with; None if there are only plain ids.
     """
 
     runner: Runner
@@ -60,10 +60,11 @@ class Loaded:
     def read_tokenizer(
         self, folder: Path | None = None, trust_remote_code: bool = False
     ) -> "PreTrainedTokenizerBase | None":
-        """The tokenizer in `folder`, or else the one of the training; one without an end token is good as well.
+        """Load the tokenizer in `folder`, or else the one from training; it does not need an end token.
 
         Raises:
-            ValueError: ids mean other tokens in it, by its size; without the one of the training only a bound is known.
+            ValueError: its size shows that its ids mean other tokens. Without the training's tokenizer, only an upper
+                bound is known.
         """
         if folder is None:
             return None if self.tokenizer is None else read_tokenizer(self.tokenizer, trust_remote_code)
@@ -77,7 +78,7 @@ class Loaded:
         return tokenizer
 
     def line(self, folder: str) -> str:
-        """A line on what was loaded from the folder."""
+        """Return a line that describes what was loaded from the folder."""
         runner = self.runner
         size = sum(weight.numel() for weight in runner.model.parameters())
         ranks = torch.distributed.get_world_size()
@@ -92,7 +93,7 @@ class Loaded:
 
 
 def load_drafter(config: SpeculativeConfig | None, dtype: torch.dtype | None = None) -> Runner | None:
-    """The small model of a method that drafts with one; None of other methods."""
+    """Load the small model of a method that drafts with one; None for other methods."""
     folder = None if config is None else config.flat().get("model")
     if folder is None:
         return None
@@ -105,7 +106,7 @@ def load_runner(
     dtype: torch.dtype | None = None,
     config: SpeculativeConfig | None = None,
 ) -> Runner:
-    """The model of a checkpoint folder, its newest iteration; arguments and errors as of `load_checkpoint`."""
+    """Load the newest iteration of a checkpoint folder; arguments and errors as in `load_checkpoint`."""
     return load_checkpoint(folder, vocab_size, dtype, config=config).runner
 
 
@@ -118,20 +119,21 @@ def load_checkpoint(
     config: SpeculativeConfig | None = None,
     expert_parallel: int = 1,
 ) -> Loaded:
-    """Build the model that the checkpoint's own arguments describe, and fill it.
+    """Build the model that the checkpoint's arguments describe, and load its weights.
 
     Args:
-        folder: as given to `--save` in training, or one iteration's folder within it.
-        vocab_size: tokens that may be drafted; if None the tokenizer's, or those that the model was trained with.
-        dtype: of the weights; the checkpoint's if None.
-        flag: how messages call the folder.
-        trust_remote_code: whether to run the code of a tokenizer that has some.
-        config: how the model is to draft; of MTP layers and a drafter beside them it chooses what is loaded, which are
-            the MTP layers unless its method drafts with the drafter.
-        expert_parallel: of `join_world`, where this process is in no group yet.
+        folder: the `--save` folder of the training, or one iteration's folder in it.
+        vocab_size: number of tokens that may be drafted; None for the tokenizer's, or the number the model was trained
+            with.
+        dtype: dtype of the weights; None for the checkpoint's.
+        flag: name of the folder in messages.
+        trust_remote_code: whether to run code that comes with the tokenizer.
+        config: drafting method. For a checkpoint with MTP layers and a drafter, it decides which is loaded: the MTP
+            layers, unless the method drafts with the drafter.
+        expert_parallel: as in `join_world`, if this process has not joined a group yet.
 
     Raises:
-        ValueError: there is no checkpoint that Megatron has written, or a model that drafting does not support.
+        ValueError: there is no checkpoint written by Megatron, or drafting does not support the model.
     """
     repair_tracker(Path(folder))
     try:
@@ -173,17 +175,18 @@ def load_checkpoint(
 
 
 def drafting_config(stored: Namespace, dtype: torch.dtype, name: str) -> MTPModelConfig:
-    """The model alone, as conversions have it, cut over all ranks: nothing of a run's layout, fusions and precisions.
+    """Return the configuration of the bare model, as conversions have it, split over all ranks.
 
-    One rank drafts without TE's modules: Megatron's own can be part of a CUDA graph, or have short layers.
+    It includes nothing of a run's layout, fusions or precision. One rank drafts without TE's modules, because
+    Megatron's own can be part of a CUDA graph or have fast layers.
 
     Args:
-        stored: the checkpoint's arguments, of a run or of a conversion.
-        dtype: of the stored weights.
-        name: of the checkpoint in messages.
+        stored: arguments of the checkpoint, from a run or a conversion.
+        dtype: dtype of the stored weights.
+        name: name of the checkpoint in messages.
 
     Raises:
-        ValueError: experts have biases, and there are several ranks; or they cannot be spread over those of
+        ValueError: experts have biases and there are several ranks, or the number of experts does not divide by
             --expert-model-parallel-size.
     """
     ranks, spread = torch.distributed.get_world_size(), parallel_state.get_expert_model_parallel_world_size()

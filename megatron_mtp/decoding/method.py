@@ -1,4 +1,4 @@
-"""Drafting methods: a config from JSON, and the proposer, verifier and K that it names, checked against the model."""
+"""Drafting methods: parse a config from JSON, and check its proposer, verifier and K against the model."""
 
 import json
 from collections.abc import Sequence
@@ -29,10 +29,10 @@ class Method:
     """A proposer with its verifier (method.py makes one).
 
     Attributes:
-        config: with the verifier's name filled in.
+        config: config with the verifier's name filled in.
         count: K of every step.
-        auto: whether K of each step is picked by cost and acceptance; `count` is the largest then.
-        stats: what the last step has cost and gained.
+        auto: whether K of each step is chosen by cost and acceptance; `count` is then the maximum.
+        stats: cost and gain of the last step.
     """
 
     proposer: Proposer
@@ -45,21 +45,21 @@ class Method:
 
     @property
     def slots(self) -> int:
-        """Slots behind the tokens of a sequence that a step may write."""
+        """Number of slots after the tokens of a sequence that a step may write."""
         return 1 + self.proposer.nodes(self.count)
 
 
 MAX_TRIED_DRAFTS = 6
-"""The largest K that 'auto' considers where the method has no limit of its own."""
+"""Largest K that 'auto' considers for a method without a limit of its own."""
 
 _EXAMPLE = """give for example '{"method": "mtp", "num_speculative_tokens": 2}'."""
 
 
 def parse_config(text: str) -> SpeculativeConfig:
-    """The settings that a JSON object spells out.
+    """Parse the settings of a JSON object.
 
     Raises:
-        ValueError: it is not a JSON object, or has an unknown method, key or value; the message lists what exists.
+        ValueError: it is not a JSON object, or has an unknown method, key or value; the message lists the known ones.
     """
     try:
         given = json.loads(text)
@@ -71,7 +71,7 @@ def parse_config(text: str) -> SpeculativeConfig:
 
 
 def config_from(given: dict[str, Any]) -> SpeculativeConfig:
-    """The settings in a dict, by this package's names or vLLM's; errors as of `parse_config`."""
+    """Convert a dict to settings, with this package's names or vLLM's; errors as in `parse_config`."""
     given = from_vllm(given)
     if "method" not in given:
         raise ValueError(f"speculative config: 'method' is missing; choose one of {', '.join(PROPOSERS.names())}.")
@@ -86,18 +86,18 @@ def config_from(given: dict[str, Any]) -> SpeculativeConfig:
 
 
 def is_lossless(config: SpeculativeConfig) -> bool:
-    """True if the target's distribution is kept."""
+    """Return whether the verifier keeps the target's distribution."""
     return config.verifier is None or VERIFIERS[config.verifier].lossless
 
 
 def make_method(runner: Any, config: SpeculativeConfig | None, sampling: Sampling, drafter: Any = None) -> Method:
-    """The method that a config asks for; plain decoding without one.
+    """Create the method that a config describes; plain decoding if it is None.
 
     Args:
         drafter: the small model, for a method that needs one.
 
     Raises:
-        ValueError: the model, the sampling or the verifier does not go with the method.
+        ValueError: the method does not support the model, the sampling or the verifier.
     """
     config = config or SpeculativeConfig("plain")
     if config.verifier is None:
@@ -115,7 +115,7 @@ def make_method(runner: Any, config: SpeculativeConfig | None, sampling: Samplin
 
 
 def _with_settings(config: SpeculativeConfig) -> SpeculativeConfig:
-    """The config with the defaults of the method and of the verifier where their settings were left out."""
+    """Return the config with default settings of the method and verifier for settings that were left out."""
     made: list[Settings] = []
     names, given = (config.method, config.verifier), (config.settings, config.verifier_settings)
     for name, kind, own in zip(names, _settings_kinds(*names), given, strict=True):
@@ -128,7 +128,7 @@ def _with_settings(config: SpeculativeConfig) -> SpeculativeConfig:
 
 
 def _settings_kinds(method: object, verifier: object) -> tuple[type[Settings], type[Settings]]:
-    """Classes of the method's and of the verifier's settings; ValueError for a name that is neither's."""
+    """Return the settings classes of method and verifier. Raise ValueError for a name that neither has."""
     drafting = PROPOSERS[_name("method", method, PROPOSERS)].settings_kind
     if verifier is None:
         return drafting, Settings
@@ -136,7 +136,10 @@ def _settings_kinds(method: object, verifier: object) -> tuple[type[Settings], t
 
 
 def _name(key: str, value: object, table: Registry[Any]) -> str:
-    """A name of the table; ValueError for another. Only the message lists the names: that asks every package."""
+    """Return a name of the table. Raise ValueError for another.
+
+    Only then are the names listed, which reads every package.
+    """
     if value == "mtp_trunk_states":
         raise ValueError("speculative config: the method 'mtp_trunk_states' was removed; use 'mtp', as it was trained.")
     if not isinstance(value, str) or value not in table:
@@ -201,7 +204,7 @@ def _check_states(runner: Any, method: str) -> None:
 
 
 def _without_branches(runner: Any, proposer: type[Proposer]) -> str | None:
-    """The part of the model whose states a method cannot keep; None if it can draft."""
+    """Return the part of the model whose states a method cannot keep; None if it can draft."""
     if runner.recurrent_trunk and proposer.drafts_trees:
         return "trunk"
     return (
@@ -210,7 +213,7 @@ def _without_branches(runner: Any, proposer: type[Proposer]) -> str | None:
 
 
 def _count(runner: Any, config: SpeculativeConfig, proposer: Proposer) -> int:
-    """K, or with 'auto' the largest K to consider."""
+    """Return K, or with 'auto' the largest K to consider."""
     asked, most = config.num_speculative_tokens, proposer.most
     if isinstance(asked, int):
         if most is not None and asked > most:
@@ -231,7 +234,7 @@ def _count(runner: Any, config: SpeculativeConfig, proposer: Proposer) -> int:
 
 
 def _misfit(proposer: Proposer, verifier: Verifier, sampling: Sampling) -> str | None:
-    """The reason why a verifier cannot judge what is drafted; None if it can."""
+    """Return why a verifier cannot judge the drafts; None if it can."""
     method = proposer.config.method
     if proposer.drafts_trees and not verifier.judges_trees:
         return f"judges chains, and '{method}' drafts trees"
@@ -243,5 +246,5 @@ def _misfit(proposer: Proposer, verifier: Verifier, sampling: Sampling) -> str |
 
 
 def _any_of(names: Sequence[str]) -> str:
-    """`a, b or c`."""
+    """Return `a, b or c`."""
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -1,26 +1,27 @@
-"""Mamba-2 and Gated DeltaNet row by row, in the places of the layers that a model was trained with, and their memory.
+"""Mamba-2 and Gated DeltaNet row by row, replacing the layers of a trained model, and their memory.
 
 Projections, convolutions and norms are the trained modules'.
 
-A state cannot be cropped as keys can: it has taken in its rows for good. So it stays behind. Of the newest rows the
-inputs are kept, each in a slot by its position, and a forward computes what these add to the state. Rejected drafts
-need no work: the next forward overwrites their slots, as it does in `KVCache`. Only when the slots are full does the
-state take in rows, and never the last `MAX_ROWS_BACK` ones, to which a later forward may go back:
+A recurrent state cannot be cropped as keys can: once it has absorbed a row, that is final. So the state lags behind.
+The inputs of the newest rows are kept, each in a slot by its position, and a forward pass computes what these add to
+the state. Rejected drafts need no work: the next forward pass overwrites their slots, as in `KVCache`. The state
+absorbs rows only when the slots are full, and never the last `MAX_ROWS_BACK` rows, to which a later forward pass may go
+back:
 
-    place     0 .. 95 | 96 .. 127 | 128 129 130         the state has taken in rows 0 .. 95, slots hold 96 .. 130
+    place     0 .. 95 | 96 .. 127 | 128 129 130         the state has absorbed rows 0 .. 95, slots hold 96 .. 130
                 start ^             ^ t_m and two drafts; if both are rejected, the next forward begins at 129
 
-Mamba-2 and Gated DeltaNet are the same here. Row t has a key k_t, a value u_t and a decay exp(g_t):
+Mamba-2 and Gated DeltaNet are treated alike. Row t has a key k_t, a value u_t and a decay exp(g_t):
 
     S_t = exp(g_t) S_{t-1} + k_t u_t^T          seen by a query q:  q^T S_t
 
-Rows of a forward that are padding change nothing, and a row that runs anew takes its own slot.
+Padding rows change nothing, and a row that is rerun uses its own slot.
 
-There is an entry for every sequence that may run at once, and a forward reads and writes those of its sequences
+There is an entry for every sequence that may run at once, and a forward pass reads and writes those of its sequences
 (`BlockTables.entries`).
 
-Letters in names: B batch, E entries, R rows of a piece, T slots, W slots that are looked at, H heads, G groups of heads
-that share keys, N channels of a key, P of a value, C of the convolution, S rows of a forward.
+Letters in names: B batch, E entries, R rows of a piece, T slots, W slots of the window, H heads, G groups of heads that
+share keys, N channels of a key, P of a value, C of the convolution, S rows of a forward pass.
 """
 
 from dataclasses import dataclass
@@ -38,15 +39,15 @@ from megatron_mtp.decoding.rows import MAX_ROWS_BACK, Rows
 from megatron_mtp.model.recurrent import of_length_one
 
 PIECE = 64
-"""Rows that are run at once; a longer forward, as of a prompt, is cut."""
+"""Number of rows that run at once; a longer forward pass, such as a prompt, is split."""
 
 KEPT = 128
-"""Slots. With more of them a state takes in rows less often, and every row looks at more of them."""
+"""Number of slots. With more of them, a state absorbs rows less often, and every row reads more of them."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a layer's state and of its causal convolution; `width` positions are convolved."""
+    """Sizes of a layer's state and of its causal convolution over `width` positions."""
 
     heads: int
     groups: int
@@ -56,20 +57,20 @@ class Sizes:
     width: int
 
     def state_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one sequence's entry in a layer's memory."""
+        """Return the bytes of one sequence's entry in a layer's memory."""
         return sum(part.nbytes for part in RecurrentMemory(self, 1, torch.empty(0, dtype=dtype, device="meta")).parts)
 
 
 @dataclass(frozen=True)
 class RowPiece:
-    """Places of some rows of a forward, for every layer of a stack.
+    """Places of some rows of a forward pass, for every layer of a stack.
 
     Attributes:
-        rows: which of the forward's.
-        dropped_B: rows that the state takes in before these run; None if none.
-        first_B, lead_B: the slot of the first row, for padding anywhere, and of the first row that counts.
-        live_BR: whether a row counts; False for padding.
-        before: slots before `lead_B`, at most.
+        rows: which rows of the forward pass.
+        dropped_B: number of rows that the state absorbs before these run; None for none.
+        first_B, lead_B: slot of the first row, arbitrary for padding, and slot of the first real row.
+        live_BR: whether a row is real; False for padding.
+        before: maximum number of slots before `lead_B`.
     """
 
     rows: slice
@@ -82,27 +83,27 @@ class RowPiece:
 
     @cached_property
     def places_BR(self) -> Tensor:
-        """Slots of the rows, also of those that are not kept."""
+        """Slots of the rows, including those that are not kept."""
         return self.first_B.unsqueeze(1) + torch.arange(self.live_BR.size(1), device=self.first_B.device)
 
     @cached_property
     def slots_BR(self) -> Tensor:
-        """Slots of the rows; the scratch slot for those that do not count."""
+        """Slots of the rows; the scratch slot for padding."""
         return torch.where(self.live_BR, self.places_BR, KEPT)
 
     @cached_property
     def forbidden_B11W(self) -> Tensor:
-        """Slots that hold nothing, or rows that run anew."""
+        """Slots that are empty or hold rows that are rerun."""
         slot_W = torch.arange(self.before, device=self.lead_B.device)
         return (slot_W >= self.lead_B.unsqueeze(1))[:, None, None]
 
 
 class Recurrence:
-    """The recurrent layers of a `KVCache`; a layer's memory is taken when it first runs.
+    """Recurrent layers of a `KVCache`. A layer's memory is allocated when it first runs.
 
     Attributes:
-        start_E, end_E: the position of the first slot, and the one after the last row that has run.
-        held: slots in use of every entry, at most, so that the host need not ask.
+        start_E, end_E: position of the first slot, and the one after the last row that has run.
+        held: upper bound on the slots in use of any entry, so that the host does not have to read them.
     """
 
     def __init__(self, entries: int, device: torch.device) -> None:
@@ -113,7 +114,7 @@ class Recurrence:
         self._cut: tuple[Rows, list[RowPiece]] | None = None
 
     def pieces(self, rows: Rows) -> list[RowPiece]:
-        """The rows of the forward that runs, cut into pieces, which every layer has to run once.
+        """Split the rows of the current forward pass into pieces. Every layer must run each once.
 
         Raises:
             ValueError: the rows are not a chain.
@@ -126,7 +127,7 @@ class Recurrence:
         return self._cut[1]
 
     def make_room(self, rows: Rows, count: int) -> None:
-        """Before compiled code runs `count` rows from the first of these on: states take in rows where slots end.
+        """Make states absorb rows where slots would run out, before compiled code runs `count` of these rows.
 
         Raises:
             ValueError: the rows are not a chain.
@@ -139,20 +140,20 @@ class Recurrence:
                 memory.drop(dropped_B, tables)
 
     def hold(self, count: int, tables: BlockTables) -> int:
-        """So many rows are about to run; slots in use before them, at most."""
+        """Record that this many rows will run, and return an upper bound on the slots in use before them."""
         before = self._most_held(tables)
         for entry in tables.entries:
             self.held[entry] = before + count
         return before
 
     def memory(self, layer: int, sizes: Sizes, like: Tensor) -> "RecurrentMemory":
-        """Memory of a layer; made if there is none."""
+        """Return the memory of a layer; allocate it if there is none."""
         if layer not in self.layers:
             self.layers[layer] = RecurrentMemory(sizes, len(self.held), like)
         return self.layers[layer]
 
     def forget(self, entry: int) -> None:
-        """Make an entry that of a sequence without rows."""
+        """Reset an entry to a sequence without rows."""
         self.start_E[entry] = self.end_E[entry] = self.held[entry] = 0
         for part in (part for memory in self.layers.values() for part in memory.parts):
             part[entry] = 0
@@ -167,12 +168,12 @@ class Recurrence:
         return RowPiece(part, tables, dropped_B, place_BR[:, 0] - start_B, lead_B - start_B, live_BR, before)
 
     def _lead(self, live_BR: Tensor, place_BR: Tensor, tables: BlockTables) -> Tensor:
-        """The position of every sequence's first row that counts; where none does, of the one that would come next."""
+        """Return the position of every sequence's first real row, or the next position if it has none."""
         first_B = place_BR[:, 0] + live_BR.int().argmax(dim=1)
         return torch.where(live_BR.any(dim=1), first_B, self.end_E[tables.where])
 
     def _dropped(self, lead_B: Tensor, tables: BlockTables) -> Tensor:
-        """Number of rows that the states take in before the one at `lead_B` runs; the slots begin behind them."""
+        """Return how many rows the states take in before the row at `lead_B` runs; the slots start after them."""
         start_B = self.start_E[tables.where]
         dropped_B = (lead_B - MAX_ROWS_BACK - start_B).clamp(min=0)
         self.start_E[tables.where] = start_B + dropped_B
@@ -185,7 +186,7 @@ class Recurrence:
 
 
 def _places(slots_BR: Tensor, tables: BlockTables) -> Places:
-    """A sequence's entry is the one block of its slots."""
+    """Return the entry of each sequence, which is the one block of its slots, and the slots."""
     return tables.entry_B.unsqueeze(1), slots_BR
 
 
@@ -198,7 +199,7 @@ def _chain(rows: Rows) -> Rows:
 
 
 def recurrence_of(cache: KVCache, device: torch.device) -> Recurrence:
-    """The recurrence of a cache, which is made when a first recurrent layer runs."""
+    """Return the recurrence of a cache, created when the first recurrent layer runs."""
     if cache.recurrence is None:
         cache.recurrence = Recurrence(cache.kept_entries, device)
     made: Recurrence = cache.recurrence
@@ -209,10 +210,10 @@ class RecurrentMemory:
     """A layer's state, and the inputs of the rows in its slots.
 
     Attributes:
-        state_EHNP: before the first slot, float32 or wider, as all but `mixed_E1TC`.
+        state_EHNP: state before the first slot, in float32 or wider, like everything but `mixed_E1TC`.
         keys_EGTN, values_EHTP: k and u.
         sums_EHT1: g, summed from the first slot to this one.
-        mixed_E1TC: what the convolution reads, from `width` - 1 rows before the first slot on.
+        mixed_E1TC: inputs of the convolution, starting `width` - 1 rows before the first slot.
     """
 
     def __init__(self, sizes: Sizes, entries: int, like: Tensor) -> None:
@@ -230,16 +231,16 @@ class RecurrentMemory:
 
     @property
     def kept(self) -> int:
-        """Slots."""
+        """Number of slots."""
         return self.keys_EGTN.size(2) - 1
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """Tensors that are kept."""
+        """All tensors that are kept."""
         return self.state_EHNP, self.keys_EGTN, self.values_EHTP, self.sums_EHT1, self.mixed_E1TC
 
     def drop(self, dropped_B: Tensor, tables: BlockTables) -> None:
-        """Take rows from the first slots into the state, and move those behind them to the front."""
+        """Absorb rows from the first slots into the state, and move the others to the front."""
         total_BH11 = self._sum_before(dropped_B, tables)
         self.state_EHNP[tables.where] = self.state_after(dropped_B, tables)
         for slots in (self.keys_EGTN, self.values_EHTP):
@@ -248,7 +249,7 @@ class RecurrentMemory:
         _move(self.mixed_E1TC, tables, dropped_B, MAX_ROWS_BACK + self.sizes.width - 1)
 
     def state_after(self, count_B: Tensor, tables: BlockTables) -> Tensor:
-        """S after so many slots of every sequence, [B, H, N, P]."""
+        """Return S after this many slots of every sequence, [B, H, N, P]."""
         total_BH11 = self._sum_before(count_B, tables)
         later_BT = torch.arange(KEPT + 1, device=count_B.device) >= count_B.unsqueeze(1)
         left_BHT1 = (total_BH11 - self.sums_EHT1[tables.where]).masked_fill(later_BT[:, None, :, None], -torch.inf)
@@ -257,7 +258,7 @@ class RecurrentMemory:
         return self.state_EHNP[tables.where] * total_BH11.exp() + added_BHNP
 
     def convolved(self, mixed_BRC: Tensor, piece: RowPiece, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
-        """The rows' convolution with the rows before them, [B, R, C]; keeps what it reads."""
+        """Return the rows' convolution with the rows before them, [B, R, C], and store its inputs."""
         before = self.sizes.width - 1
         slots_BR = torch.where(piece.live_BR, piece.places_BR, KEPT) + before
         rows = mixed_BRC.size(1)
@@ -270,12 +271,12 @@ class RecurrentMemory:
         return made_BRC if bias_C is None else made_BRC + bias_C
 
     def sums(self, decay_BHR: Tensor, piece: RowPiece) -> Tensor:
-        """g summed from the first slot to every row, [B, H, R, 1]; that of rows that do not count is 0."""
+        """Return g summed from the first slot to every row, [B, H, R, 1]; 0 for padding."""
         own_BHR = (decay_BHR * piece.live_BR.unsqueeze(1)).cumsum(dim=2)
         return self._sum_before(piece.lead_B, piece.tables) + own_BHR.unsqueeze(3)
 
     def seen(self, query_BGRN: Tensor, sums_BHR1: Tensor, piece: RowPiece) -> Tensor:
-        """Values that queries see of the state and of earlier rows, [B, H, R, P]."""
+        """Return the values that queries read from the state and from earlier rows, [B, H, R, P]."""
         seen_BHRP = self._for_heads(query_BGRN) @ self.state_EHNP[piece.tables.where] * sums_BHR1.exp()
         if piece.before == 0:
             return seen_BHRP
@@ -286,29 +287,29 @@ class RecurrentMemory:
         return seen_BHRP + (self._for_heads(query_BGRN @ key_BGWN.mT) * left_BHRW) @ value_BHWP
 
     def among(self, query_BGRN: Tensor, key_BGRN: Tensor, sums_BHR1: Tensor) -> Tensor:
-        """Weight with which every row of a piece (last but one) sees every row up to itself (last), [B, H, R, R]."""
+        """Return the weight with which each row of a piece (dim -2) reads each row up to itself (dim -1)."""
         left_BHRR = (sums_BHR1 - sums_BHR1.mT).tril().exp().tril()
         return self._for_heads(query_BGRN @ key_BGRN.mT) * left_BHRR
 
     def put(self, key_BGRN: Tensor, value_BHRP: Tensor, sums_BHR1: Tensor, piece: RowPiece) -> None:
-        """Keep the rows' inputs."""
+        """Store the rows' inputs."""
         kept = (self.keys_EGTN, key_BGRN), (self.values_EHTP, value_BHRP), (self.sums_EHT1, sums_BHR1)
         for slots, new in kept:
             write_rows(slots, new, _places(piece.slots_BR, piece.tables))
 
     def _sum_before(self, slot_B: Tensor, tables: BlockTables) -> Tensor:
-        """g summed over all slots before one, [B, H, 1, 1]."""
+        """Return g summed over all slots before one, [B, H, 1, 1]."""
         slot_B1 = slot_B.unsqueeze(1)
         sum_BH11 = read_rows(self.sums_EHT1, _places((slot_B1 - 1).clamp(min=0), tables))
         return sum_BH11.masked_fill((slot_B1 == 0)[:, None, :, None], 0)
 
     def _for_heads(self, values_BGxx: Tensor) -> Tensor:
-        """Repeat what a group's heads share for each of its heads."""
+        """Repeat values of a group for each of its heads."""
         return values_BGxx.repeat_interleave(self.sizes.heads // self.sizes.groups, dim=1)
 
 
 def _move(slots_ExTx: Tensor, tables: BlockTables, dropped_B: Tensor, count: int, less: Tensor | float = 0.0) -> None:
-    """To the front: `count` slots from slot `dropped_B` on, from which `less` is subtracted."""
+    """Move `count` slots from slot `dropped_B` on to the front, and subtract `less` from them."""
     first_BQ = torch.arange(count, device=dropped_B.device).expand(dropped_B.size(0), -1)
     moved_BxQx = read_rows(slots_ExTx, _places(first_BQ + dropped_B.unsqueeze(1), tables)) - less
     write_rows(slots_ExTx, moved_BxQx, _places(first_BQ, tables))
@@ -319,7 +320,7 @@ class CachedRecurrence(StandIn):
 
     Args:
         own: the trained layer.
-        layer: its number in the stack.
+        layer: its index in the stack.
     """
 
     def __init__(self, own: Any, scope: Scope, layer: int) -> None:
@@ -328,25 +329,25 @@ class CachedRecurrence(StandIn):
         self.sizes = self.sizes_of_own()
 
     def sizes_of_own(self) -> Sizes:
-        """Sizes of this rank's heads."""
+        """Return the sizes of this rank's heads."""
         raise NotImplementedError
 
     def between(self, projected_SBC: Tensor) -> Tensor:
-        """From the first projection to what the second one takes, [S, B, inner]."""
+        """Compute the input of the second projection from the output of the first, [S, B, inner]."""
         raise NotImplementedError
 
     def forward(self, hidden_SBH: Tensor, attention_mask: None = None, **_: object) -> tuple[Tensor, Tensor | None]:
-        """The output [S, B, H], and a bias to add; there is no mask to read."""
+        """Return the output [S, B, H] and the bias to add; there is no mask."""
         projected_SBC, _bias = self.own.in_proj(hidden_SBH)
         output: tuple[Tensor, Tensor | None] = self.own.out_proj(self.between(projected_SBC))
         return output
 
     def run(self, memory: RecurrentMemory, piece: RowPiece, mixed_BRC: Tensor, steps_BRC: Tensor) -> Tensor:
-        """A piece of the rows: [B, R, H * P] of what is convolved, and of what decays and step sizes come from."""
+        """Run a piece of the rows, [B, R, H * P], from the convolved values and the inputs of decays and step sizes."""
         raise NotImplementedError
 
     def run_all(self, mixed_SBC: Tensor, steps_SBC: Tensor) -> Tensor:
-        """Run the rows of the forward, [S, B, H * P]."""
+        """Run the rows of the forward pass, [S, B, H * P]."""
         rows = self.scope.rows
         if rows.padded is not None:  # a state must not go on from one sequence to the next
             mixed_SBC, steps_SBC = rows.unpacked(mixed_SBC, 1, 0), rows.unpacked(steps_SBC, 1, 0)
@@ -363,7 +364,7 @@ class CachedRecurrence(StandIn):
 
 
 class CachedMamba(CachedRecurrence):
-    """The recurrence of a `MambaMixer`: keys are B, queries C, and values dt x (see model/recurrent.py)."""
+    """Recurrence of a `MambaMixer`: keys are B, queries C, and values dt x (see model/recurrent.py)."""
 
     @override
     def sizes_of_own(self) -> Sizes:
@@ -398,7 +399,7 @@ class CachedMamba(CachedRecurrence):
 
 
 class CachedDelta(CachedRecurrence):
-    """The recurrence of a `GatedDeltaNet`: values are the corrections u (see model/recurrent.py)."""
+    """Recurrence of a `GatedDeltaNet`: values are the corrections u (see model/recurrent.py)."""
 
     @override
     def sizes_of_own(self) -> Sizes:
@@ -444,7 +445,7 @@ class CachedDelta(CachedRecurrence):
 
 
 def solved(overlap_BHRR: Tensor, wanted_BHRP: Tensor) -> Tensor:
-    """u of (1 + overlap) u = wanted, where row t's overlap is with earlier rows alone."""
+    """Solve (1 + overlap) u = wanted for u, where row t overlaps only with earlier rows."""
     if overlap_BHRR.size(-1) == 1:
         return wanted_BHRP
     one_RR = torch.eye(overlap_BHRR.size(-1), dtype=overlap_BHRR.dtype, device=overlap_BHRR.device)
@@ -452,5 +453,5 @@ def solved(overlap_BHRR: Tensor, wanted_BHRP: Tensor) -> Tensor:
 
 
 def by_heads(values_BRC: Tensor, heads: int) -> Tensor:
-    """[B, R, heads * channels] as [B, heads, R, channels]."""
+    """Reshape [B, R, heads * channels] to [B, heads, R, channels]."""
     return values_BRC.unflatten(-1, (heads, -1)).transpose(1, 2)

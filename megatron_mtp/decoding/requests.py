@@ -1,4 +1,4 @@
-"""Messages to and from an engine: a request goes in (`add`), and steps give updates until one of them ends it."""
+"""Messages to and from an engine: `add` takes a request, and steps return updates until one of them ends it."""
 
 import sys
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from megatron_mtp.decoding.draft import Draft
 from megatron_mtp.decoding.sampling import NO_PENALTIES, Penalties, Sampling, TokenLogprob
 
 UNLIMITED = sys.maxsize
-"""`max_new_tokens` of a request that goes on for as long as there is room."""
+"""`max_new_tokens` of a request that continues as long as there is room."""
 
 SEEDS = range(-(2**63), 2**63)
-"""What a seed may be."""
+"""Range of seeds."""
 
 
 class Finish(StrEnum):
-    """Reason for a sequence's end, as OpenAI's API names it; an error is a bug, whose traceback is logged.
+    """Why a sequence ended, as in OpenAI's API. An error is a bug, whose traceback is logged.
 
-    A sequence is aborted by an update of the weights, with the tokens that it had.
+    A weight update aborts a sequence and keeps the tokens that it has.
     """
 
     STOP = "stop"
@@ -32,18 +32,18 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True)
 class Request:
-    """A sequence to grow. It depends on nothing but the request and the model, whatever it shares a step with.
+    """A sequence to generate. Its output depends only on the request and the model, whatever it shares a step with.
 
     Attributes:
         prompt: token ids, at least one.
-        max_new_tokens: at most so many, and no more than the model's positions allow; `UNLIMITED` for as many as the
+        max_new_tokens: maximum number of new tokens, limited by the model's positions; `UNLIMITED` for as many as the
             engine has room for.
-        stop_ids: the sequence ends after any of these tokens, which counts as emitted.
-        cut: given the tokens emitted so far, how many of them to keep, or None to go on (stop strings).
-        logprobs: for each emitted token so many of the most probable tokens with their log-probabilities; None for no
-            log-probabilities at all.
+        stop_ids: the sequence ends after any of these tokens, which is part of the output.
+        cut: function from the emitted tokens to how many of them to keep, or None to continue (stop strings).
+        logprobs: number of most probable tokens to return with log-probabilities for each emitted token; None for no
+            log-probabilities.
         prompt_logprobs: the same for every token of the prompt but the first.
-        speculative: how to draft; None as the engine was set up.
+        speculative: drafting method; None for the engine's.
     """
 
     prompt: list[int]
@@ -59,7 +59,7 @@ class Request:
 
 
 def check_prompt(prompt: list[int], positions: int, vocabulary: int, name: str = "the prompt") -> None:
-    """Raises ValueError, in one sentence, for what a model of so many positions and tokens cannot continue."""
+    """Raise ValueError, in one sentence, for a prompt that a model with these positions and tokens cannot continue."""
     if not prompt:
         raise ValueError(f"{name} is empty; give at least one token.")
     if len(prompt) >= positions:
@@ -72,7 +72,7 @@ def check_prompt(prompt: list[int], positions: int, vocabulary: int, name: str =
 
 
 def check_request(request: Request, positions: int, vocabulary: int) -> None:
-    """Raises ValueError, in one sentence, for what a model of so many positions and tokens can never continue."""
+    """Raise ValueError, in one sentence, for a request that a model with these positions and tokens can never serve."""
     check_prompt(request.prompt, positions, vocabulary)
     penalties = request.penalties
     if request.max_new_tokens < 1:
@@ -96,18 +96,18 @@ class Update:
     """Tokens that a step gave a sequence.
 
     Attributes:
-        request: the number that `add` returned.
-        tokens: the new ones, up to the sequence's end; empty where a step only ran a part of the prompt.
+        request: number that `add` returned.
+        tokens: new tokens, up to the sequence's end; empty if the step only ran part of the prompt.
         accepted: how many of these were drafted; they come first.
-        offered: drafted tokens that could have been accepted.
-        finish: why the sequence ended; None while it goes on.
-        logprobs: of `tokens`, if the request asked for them.
-        prompt_logprobs: of the prompt, once, with the first tokens, if the request asked for them.
-        cached_tokens: of the prompt, which were found in the cache and not run; with the first tokens.
-        draft: of all sequences of the step; None for the first token.
-        row: of this sequence in the draft.
-        policy_version: of the weights that made the tokens (`update_weights`). A sequence has one version: what
-            came with an earlier one is void.
+        offered: number of draft tokens that could have been accepted.
+        finish: why the sequence ended; None while it continues.
+        logprobs: log-probabilities of `tokens`, if requested.
+        prompt_logprobs: log-probabilities of the prompt, if requested; once, with the first tokens.
+        cached_tokens: number of prompt tokens found in the cache; with the first tokens.
+        draft: draft of all sequences of the step; None for the first token.
+        row: row of this sequence in the draft.
+        policy_version: version of the weights that generated the tokens (`update_weights`). A sequence has one version:
+            updates with an earlier one are void.
     """
 
     request: int
@@ -123,10 +123,10 @@ class Update:
     policy_version: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        """The step for a file; reads the draft back to the host, which costs a little time.
+        """Return the step for a file. Reads the draft back to the host, which takes a little time.
 
-        `drafted` are the nodes of the tree and `parents` the rows that they continue, as in `Draft`. A node that was no
-        candidate, or that lies beyond the sequence's end, is None.
+        `drafted` are the nodes of the tree and `parents` the rows that they continue, as in `Draft`. A node that was
+        not a candidate, or is beyond the sequence's end, is None.
         """
         drafted: list[int | None] = []
         parents: list[int] = []
@@ -143,13 +143,13 @@ class Load:
 
     Attributes:
         running, waiting: sequences in the steps, and requests that wait for a place.
-        blocks_used, blocks: of the cache; blocks that hold a reusable prefix and no live sequence are free.
-        states_used, states: sequences whose recurrent layers have states, and for how many there is room; 0 without
-            any.
-        preempted: sequences that were put back since the start, to be computed anew.
-        prompt_tokens, cached_tokens: tokens of prompts since the start, and those of them that the cache already held.
-        stats: acceptance since the start.
-        expected: acceptance by position that was recorded of the model; empty without a record.
+        blocks_used, blocks: blocks of the cache; blocks with a reusable prefix but no live sequence count as free.
+        states_used, states: sequences with recurrent states, and the maximum number of them; 0 without recurrent
+            layers.
+        preempted: number of sequences that were preempted, to be recomputed later.
+        prompt_tokens, cached_tokens: prompt tokens so far, and how many of them were in the cache.
+        stats: acceptance so far.
+        expected: recorded acceptance of the model by position; empty without a record.
     """
 
     running: int
@@ -166,4 +166,4 @@ class Load:
 
 
 class QueueFull(Exception):  # noqa: N818 - named like queue.Full
-    """Raised when as many requests wait as the engine was set up for."""
+    """Raised when the engine's queue of waiting requests is full."""

@@ -1,16 +1,16 @@
-"""Rows of a forward: their slots, their positions, and what each attends to.
+"""Rows of a forward pass: their slots, positions and attention masks.
 
-A forward has as many rows of each sequence as the longest needs. Products do not depend on sequences, so where rows are
-many they run those that count as if these were one sequence's; attention and recurrent layers put them back into their
-places:
+A forward pass has as many rows per sequence as the longest needs. Matrix products do not depend on sequences, so if
+there are many rows, the products run only the real rows, packed as if they belonged to one sequence; attention and
+recurrent layers put them back in place:
 
     rows of three sequences    -  -  A0        packed    A0 B0 B1 B2 C0 C1
                                B0 B1 B2
                                -  C0 C1
 
-Letters in names: B batch, R rows of a sequence, A rows of a tree, X rows that count, W slots that are looked at, L
-blocks of a sequence, S rows as Megatron has them (of a memory: slots of a block), H hidden, N blocks of a memory, G key
-heads, C channels.
+Letters in names: B batch, R rows of a sequence, A rows of a tree, X real rows, W slots of the window, L blocks of a
+sequence, S rows in Megatron's order (of a memory: slots of a block), H hidden, N blocks of a memory, G key heads, C
+channels.
 """
 
 from dataclasses import dataclass, field, replace
@@ -23,44 +23,45 @@ from megatron_mtp.decoding.block_tables import BlockTables, Places, read_rows
 from megatron_mtp.model.attention import causal_mask
 
 CHUNK = 512
-"""Rows of a prompt that go through a model at once."""
+"""Rows of a prompt that run through a model at once."""
 
 MAX_ROWS_BACK = 32
-"""How far behind the rows of one forward the next may begin where layers are recurrent: 15 drafts are rejected, and as
-many rows that another sequence of the batch has gained are run anew."""
+"""How far behind the rows of one forward pass the next may begin with recurrent layers: 15 rejected drafts, and as many
+rows that are rerun because another sequence of the batch has gained them.
+"""
 
 WINDOW_STEP, FEW_WINDOWS_STEP = 32, 128
-"""Slots that a forward looks at are a multiple of this; see `rounded`."""
+"""The number of slots in a window is a multiple of this; see `rounded`."""
 
 FORBIDDEN = torch.finfo(torch.float32).min / 2
-"""Added to the score of a slot that a row must not look at; finite, so that a padding row has no NaN."""
+"""Added to the score of a slot that a row must not attend to; finite, so that a padding row has no NaN."""
 
 
 Window = tuple[int, int]
-"""Positions before and after its own that a row may attend to, as Megatron's `window_size`; -1 is without limit."""
+"""Positions before and after its own that a row may attend to, as in Megatron's `window_size`; -1 for no limit."""
 
 
 @dataclass(eq=False)
 class Rows:
-    """Tensors are made when they are first read, since compiled code reads `first_B` alone.
+    """Rows of a forward pass. Other tensors are created on first use, because compiled code reads only `first_B`.
 
     Attributes:
-        first_B: where the first row of every sequence stands; before 0, rows are padding.
+        first_B: position of the first row of every sequence; rows at negative positions are padding.
         count: R.
-        window: slots that the rows may attend to.
-        tables: where the sequences' slots are.
-        live_BR: False for padding; None where there is none but that before slot 0.
-        packs: whether padding is to be left out where rows are many.
-        depth_BR: in a tree, of each row; depth 0 has the position `first_B`.
-        ancestors_BRA: over the tree's slots: True where there is the row itself, or an ancestor of it.
-        start: slots of the tree that earlier forwards have filled.
-        inside: whether no row stands before slot 0.
-        end_B: the rows attend to the slots before this one alone, and their keys and values are not kept; None where
-            they attend to all up to their own.
-        padded: the rows with their padding, where it is left out of these.
-        place_X: where those that count stand among the B * R rows.
-        first_blocks: the table's of this name, by the number of heads.
-        states: what `states_in` has read.
+        window: number of slots that the rows may attend to.
+        tables: block tables of the sequences.
+        live_BR: False for padding; None if the only padding is before slot 0.
+        packs: whether to leave out padding if there are many rows.
+        depth_BR: for a tree, depth of each row; depth 0 is at position `first_B`.
+        ancestors_BRA: over the tree's slots: True for the row itself and its ancestors.
+        start: number of tree slots filled by earlier forward passes.
+        inside: whether no row is before slot 0.
+        end_B: if set, the rows attend only to the slots before this one, and their keys and values are not kept; None
+            if they attend to all up to their own.
+        padded: the rows with padding, if these have none.
+        place_X: indices of the real rows among the B * R rows.
+        first_blocks: cached `BlockTables.first_blocks`, by number of heads.
+        states: cached result of `states_in`.
     """
 
     first_B: Tensor
@@ -81,12 +82,12 @@ class Rows:
 
     @property
     def is_chain(self) -> bool:
-        """True if they are consecutive."""
+        """Whether they are consecutive."""
         return self.depth_BR is None
 
     @cached_property
     def places_BR(self) -> Tensor:
-        """Places of the rows; before 0 for padding."""
+        """Positions of the rows; negative for padding."""
         if self.count == 1 and not self.start:
             return self.first_B.unsqueeze(1)
         own_R = torch.arange(self.start, self.start + self.count, device=self.first_B.device)
@@ -100,7 +101,7 @@ class Rows:
 
     @cached_property
     def positions_BR(self) -> Tensor:
-        """For the rotary embedding; padding has position 0."""
+        """Positions for the rotary embedding; 0 for padding."""
         if self.padded is not None:
             return self.packed(self.padded.positions_BR)
         if self.depth_BR is not None:
@@ -120,11 +121,11 @@ class Rows:
 
     @cached_property
     def memory_places(self) -> Places:
-        """The slots as blocks and places in them."""
+        """The slots as blocks and offsets in them."""
         return self.tables.places(self.slots_BR)
 
     def window_of(self, memory_NGSC: Tensor) -> Tensor:
-        """The slots that the rows may attend to, [B, G, W, C]; a copy where they are in several blocks."""
+        """Return the slots that the rows may attend to, [B, G, W, C]; a copy if they are in several blocks."""
         if self.tables.run is not None:
             return memory_NGSC[self.tables.run, :, : self.window]
         heads = memory_NGSC.size(1)
@@ -133,14 +134,14 @@ class Rows:
         return memory_NGSC.flatten(0, 1)[self.first_blocks[heads]].flatten(2, 3)[:, :, : self.window]
 
     def states_in(self, memory_N1SH: Tensor) -> Tensor:
-        """The trunk's states of the rows, [S, B, H], from their only memory; read once."""
+        """Return the trunk's states of the rows, [S, B, H], from the memory; read once."""
         if self.states is None:
             self.states = read_rows(memory_N1SH, self.memory_places)[:, 0].transpose(0, 1)
         return self.states
 
     @cached_property
     def mask_B1RW(self) -> Tensor:
-        """Added to the scores: a row looks at its own slot and at all before it, in a tree at its ancestors."""
+        """Mask added to the scores: a row attends to its own slot and all before it; in a tree, to its ancestors."""
         if self.padded is not None:
             return self.padded.mask_B1RW
         if self.end_B is not None:
@@ -157,7 +158,7 @@ class Rows:
         return torch.where(forbidden_BRW.unsqueeze(1), FORBIDDEN, 0.0)
 
     def mask_within(self, window: Window | None) -> Tensor:
-        """The mask of layers that attend to a window of positions, whatever slots these have in a tree."""
+        """Return the mask of layers with a window of positions, whatever slots these have in a tree."""
         if window is None:
             return self.mask_B1RW
         if self.padded is not None:
@@ -172,10 +173,10 @@ class Rows:
 
     @cached_property
     def ago_BRW(self) -> Tensor:
-        """By how many positions a slot's row is before each row; of slots that `mask_B1RW` allows.
+        """How many positions a slot's row is before each row, for slots that `mask_B1RW` allows.
 
-        Slots before the tree are their positions. In the tree a row and its ancestors are a path, so the distance is
-        the number of ancestors behind the slot; in a block, whose rows see one another, it is that of the depths.
+        Before the tree, slots equal positions. In the tree, a row and its ancestors are a path, so the distance is the
+        number of ancestors after the slot. In a block, whose rows attend to each other, it is the difference of depths.
         """
         slot_W = torch.arange(self.window, device=self.first_B.device)
         before_BRW = self.positions_BR.unsqueeze(2) - slot_W
@@ -191,7 +192,7 @@ class Rows:
         return torch.where(place_B1W < 0, before_BRW, ago_BRA.gather(2, index_BRW))
 
     def without_padding(self) -> "Rows | None":
-        """The rows that count, [1, X]; None where padding may run as well, or there is none."""
+        """Return the real rows, [1, X]; None if padding may run too, or there is none."""
         if not self.packs:
             return None
         place_X = self.counts_BR.flatten().nonzero()[:, 0]
@@ -201,12 +202,12 @@ class Rows:
         return Rows(self.first_B, self.count, self.window, tables, padded=self, place_X=place_X)
 
     def packed(self, values: Tensor, batch: int = 0, rows: int = 1) -> Tensor:
-        """The rows that count as those of one sequence, of values with these dimensions of sequences and rows."""
+        """Pack the real rows as those of one sequence, for values with these dimensions of sequences and rows."""
         values_BR = values.movedim((batch, rows), (0, 1))
         return values_BR.flatten(0, 1)[self.place_X].unsqueeze(0).movedim((0, 1), (batch, rows))
 
     def unpacked(self, values: Tensor, batch: int = 0, rows: int = 1) -> Tensor:
-        """Put packed rows back among the padding, which is zeros."""
+        """Put packed rows back in place; padding is zeros."""
         assert self.padded is not None
         assert self.place_X is not None
         counts_BR, values_1X = self.padded.counts_BR, values.movedim((batch, rows), (0, 1))
@@ -216,17 +217,17 @@ class Rows:
 
 
 def rounded(slots: int, few: bool) -> int:
-    """The next multiple of 32; where few shapes are wanted, the next of 128, 256, 384, ... 1024, 1280, ...
+    """Round up to a multiple of 32; where few shapes are preferred, to 128, 256, 384, ... 1024, 1280, ...
 
-    Their steps are 128 slots, or a quarter of a power of two. So the shapes of attention change once in 128 tokens or
-    more, and at most a fifth of a long window is in vain.
+    These steps are 128 slots or a quarter of a power of two. So attention changes its shape at most once in 128 tokens,
+    and at most a fifth of a long window is wasted.
     """
     step = max(FEW_WINDOWS_STEP, 1 << max(0, (slots - 1).bit_length() - 3)) if few else WINDOW_STEP
     return -(-slots // step) * step
 
 
 def ancestors_of(parents_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """Ancestors [B, R, R] (each row its own) and depth [B, R] of the rows of a tree, the root first."""
+    """Return ancestors [B, R, R] (including the row itself) and depth [B, R] of the rows of a tree, root first."""
     batch, nodes = parents_BN.shape
     eye_RR = torch.eye(nodes + 1, dtype=torch.bool, device=parents_BN.device)
     lines = [eye_RR[0].expand(batch, -1)]

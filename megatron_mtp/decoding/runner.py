@@ -1,6 +1,6 @@
-"""A loaded model, run row by row over caches: the trunk, each MTP layer, and the head, with the modules of training.
+"""A loaded model that runs row by row over caches: trunk, MTP layers and output layer, with the modules of training.
 
-Letters in names: S rows of a forward (Megatron's sequence), B batch, R the same rows, H hidden, V vocabulary.
+Letters in names: S rows of a forward pass (Megatron's sequence), B batch, R the same rows, H hidden, V vocabulary.
 """
 
 import os
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
     from megatron_mtp.decoding.recurrent_layers import Sizes
 
 PLACES = ("rope", "yarn", "none")
-"""Position embeddings that can give every row the angles of its own position."""
+"""Position embeddings that support arbitrary positions for each row."""
 
 TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
 """Module of Megatron's layers with Transformer Engine, which may read back."""
 
 STATIC_EXPERTS = "MEGATRON_MTP_STATIC_EXPERTS"
-"""Set to 1 in the environment, few rows run through `StaticExperts`, so that steps with experts can be recorded."""
+"""Environment variable: with 1, few rows run through `StaticExperts`, so that steps with experts can be captured."""
 
 
 class Keeping(NamedTuple):
-    """Memory that the layers of a trunk or an MTP layer keep of a sequence.
+    """Memory per sequence that the layers of a trunk or an MTP layer need.
 
     Attributes:
-        numbers: of keys and values of a token, in all layers.
-        states: sizes of the layers with a state.
+        numbers: values for keys and values of a token, in all layers.
+        states: sizes of the recurrent layers.
     """
 
     numbers: int
@@ -59,36 +59,36 @@ class Keeping(NamedTuple):
 
 
 class Runner:
-    """A model for drafting. Its attention modules get caches, so it can no longer train.
+    """A model for drafting. Its attention modules get caches, so it can no longer be trained.
 
     Args:
-        model: all of it on this pipeline stage; any tensor parallelism.
-        vocab_size: tokens that may be emitted; those that the model was trained with by default. The padding of the
-            vocabulary beyond them is never chosen.
+        model: the whole model on this pipeline stage; any tensor parallelism.
+        vocab_size: number of tokens that may be emitted; by default, those that the model was trained with. Padding
+            rows beyond them are never chosen.
 
     Attributes:
-        device, dtype, hidden_size: of the weights, and H.
-        trunk_layers, depth_layers: of the trunk, and of an MTP layer.
-        state_size: numbers of a state of the trunk that sequences keep: H, and as many of the feature of a drafter that
-            reads inner layers.
+        device, dtype, hidden_size: device and dtype of the weights, and H.
+        trunk_layers, depth_layers: layers of the trunk, and of an MTP layer.
+        state_size: size of a trunk state that sequences keep: H, plus the feature size of a drafter that reads inner
+            layers.
         depths: D; 0 without MTP.
-        drafted: tokens that the MTP layers may draft; fewer than `vocab_size` with a draft vocabulary.
+        drafted: number of tokens that the MTP layers may draft; smaller than `vocab_size` with a draft vocabulary.
         shares_kv: whether later passes of a repeated layer were trained on pass 1's keys, as `mtp_eagle` runs them.
-        has_chain: whether they were trained on those of their own chain too; True where they share no keys.
-        sequential: whether each MTP layer continues the one before; False for parallel heads, and without MTP.
-        kind: what drafts, as methods name it (`Proposer.depths`); None without MTP.
-        positions: how many the model was trained for.
-        auto_counts: what has been measured for automatic K, by config and number of sequences.
-        kept: the engine of an earlier `generate`, with the steps that it has recorded.
-        source: the checkpoint that it was loaded from, with all iterations; None for none.
-        tokens: the ids of the tokenizer's tokens; None where no tokenizer is known.
-        alarm: compares what is accepted with what was recorded.
-        trunk_keeps, depths_keep: what the trunk and each MTP layer keep of a sequence; a drafter counts as one.
+        has_chain: whether they were trained on those of their own chain too; True if they share no keys.
+        sequential: whether each MTP layer continues the previous one; False for parallel heads and without MTP.
+        kind: kind of MTP layers or drafter, as in `Proposer.depths`; None without MTP.
+        positions: number of positions that the model was trained for.
+        auto_counts: measurements for automatic K, by config and number of sequences.
+        kept: engine of an earlier `generate`, with its captured steps.
+        source: checkpoint that it was loaded from; None if none.
+        tokens: ids of the tokenizer's tokens; None if the tokenizer is unknown.
+        alarm: compares measured with recorded acceptance.
+        trunk_keeps, depths_keep: memory of the trunk and of each MTP layer; a drafter counts as one.
         recurrent_trunk, recurrent_depths: whether the trunk or the MTP layers have recurrent layers.
         backend: runs rows through the layers.
 
     Raises:
-        ValueError: a kind of model that drafting does not support.
+        ValueError: drafting does not support this kind of model.
     """
 
     def __init__(self, model: LanguageModule, vocab_size: int | None = None) -> None:
@@ -124,7 +124,10 @@ class Runner:
         self.read_weights()
 
     def read_weights(self) -> None:
-        """Make anew what is made of the weights, to be called when they have changed; recorded steps are void."""
+        """Recompute everything derived from the weights. Call it when they have changed.
+
+        Captured steps become invalid.
+        """
         self.backend = backend_for(self.model, self._scope, self.positions + SLOTS_BEYOND_POSITIONS, self._plain_head())
         self._head = self._make_head()
         self._draft_head, self.drafted = self._make_draft_head()
@@ -132,7 +135,10 @@ class Runner:
 
     @cached_property
     def recordable(self) -> bool:
-        """True if a forward of few rows reads nothing back to the host, as states and Megatron's experts do."""
+        """Whether a forward pass of few rows reads nothing back to the host.
+
+        Megatron's experts and recurrent states do.
+        """
         if self.recurrent_trunk or self.recurrent_depths or self.model.config.tensor_model_parallel_size > 1:
             return False
         layers = self._layers()
@@ -141,7 +147,7 @@ class Runner:
         return not any(type(one).__module__ == TRANSFORMER_ENGINE for layer in layers for one in layer.modules())
 
     def new_memory(self, tables: BlockTables, drafter: "Runner | None" = None) -> Memory:
-        """Memory for sequences whose slots such tables name, and for a small model that drafts."""
+        """Allocate memory for sequences with these block tables, and for a small model that drafts."""
         sizes = tables.blocks, 1, tables.size, self.state_size
         return Memory(
             KVCache(self.trunk_layers, tables),
@@ -152,35 +158,35 @@ class Runner:
         )
 
     def trunk(self, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
-        """h_0 of the rows, after the final norm, [S, B, H]; with a drafter's feature behind it, [S, B, 2 H]."""
+        """Return h_0 of the rows, after the final norm, [S, B, H]; with a drafter's feature after it, [S, B, 2 H]."""
         return self.backend.run(0, tokens_BR, None, rows, cache)
 
     def depth(self, depth: int, hidden_SBH: Tensor, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
-        """h_d of the rows from h_{d-1} and the tokens t_{i+d}, which parallel heads do not read; [S, B, H]."""
+        """Return h_d of the rows, [S, B, H], from h_{d-1} and the tokens t_{i+d}, which parallel heads ignore."""
         given_SBH = hidden_SBH[..., -self.hidden_size :]
         return self.backend.run(1 + (depth - 1) % len(self.model.mtp.layers), tokens_BR, given_SBH, rows, cache)
 
     def keep_context(self, hidden_SBH: Tensor, rows: Rows, cache: KVCache) -> None:
-        """Let the blocks of a drafter attend to these rows, from what `trunk` returns of them."""
+        """Let the blocks of a drafter attend to these rows, given what `trunk` returned for them."""
         self.backend.keep_context(hidden_SBH[..., self.hidden_size :], rows, cache)
 
     def block(self, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
-        """States [S, B, H] of a block of a drafter, before its norm; later rows overwrite its keys and values."""
+        """Return states [S, B, H] of a drafter's block, before its norm; later rows overwrite its keys and values."""
         return self.backend.run(1, tokens_BR, None, rows, cache)
 
     def verify(self, sequences: Sequences, draft: Draft) -> Tensor:
-        """Score the newest tokens and a draft in one forward of the trunk, [B, R, V]; its states are kept."""
+        """Score the newest tokens and a draft in one forward pass of the trunk, [B, R, V], and keep its states."""
         rows = sequences.rows_of(draft)
         newest_B1 = sequences.tokens_BT.gather(1, rows.first_B.unsqueeze(1))
         tokens_BR = torch.cat([newest_B1, draft.tokens_BN], dim=1) if draft.nodes else newest_B1
         return self.logits(self.trunk(tokens_BR, rows, sequences.memory.cache))
 
     def logits(self, hidden_SBH: Tensor) -> Tensor:
-        """[B, R, V], the same on every tensor-parallel rank."""
+        """Return logits [B, R, V], the same on every tensor-parallel rank."""
         return self._head(hidden_SBH[..., : self.hidden_size])[..., : self.vocab_size].transpose(0, 1)
 
     def draft_logits(self, hidden_SBH: Tensor) -> Tensor:
-        """Logits of an MTP layer's states, [B, R, V]; -inf for tokens that may not be drafted."""
+        """Return logits of an MTP layer's states, [B, R, V]; -inf for tokens that may not be drafted."""
         return self._draft_head(hidden_SBH)[..., : self.vocab_size].transpose(0, 1)
 
     def _place_caches(self) -> None:
@@ -195,7 +201,7 @@ class Runner:
         cache_latents(one for one in self._layers() if hasattr(one, "self_attention"))
 
     def _cached(self, layers: list[Any]) -> Keeping:
-        """Give the attention of a stack's layers its part of the cache, and recurrent layers a memory."""
+        """Give attention layers of a stack their part of the cache, and recurrent layers a memory."""
         attending, states = list[Any](), list[Any]()
         for layer in layers:
             place = "mixer" if isinstance(layer, MambaLayer) else "self_attention"
@@ -212,16 +218,16 @@ class Runner:
         return Keeping(sum(_kept_numbers(layer.config) for layer in attending), states)
 
     def _stacks(self) -> list[list[torch.nn.Module]]:
-        """The layers of the trunk, and inside every MTP layer."""
+        """Return the layers of the trunk, and inside every MTP layer."""
         depths = self.model.mtp.layers if self.depths else []
         return [list(self.model.decoder.layers), *map(layers_of, depths)]
 
     def _layers(self) -> list[Any]:
-        """The layers of the trunk and of all MTP layers."""
+        """Return the layers of the trunk and of all MTP layers."""
         return [layer for stack in self._stacks() for layer in stack]
 
     def _place_experts(self) -> None:
-        """Where it is asked for: no GPU has run `decoding/experts.py` yet."""
+        """Replace experts if requested: `decoding/experts.py` has not run on a GPU yet."""
         if os.environ.get(STATIC_EXPERTS) == "1" and isinstance(self.model, GPTModel):
             from megatron_mtp.decoding.experts import place_static_experts
 
@@ -229,7 +235,7 @@ class Runner:
                 place_static_experts(layer)
 
     def _plain_head(self) -> Tensor | None:
-        """The head's rows where logits are its product with a state, of the trunk and of the MTP layers; else None."""
+        """Return the head's rows if logits are its product with a state, in trunk and MTP layers; else None."""
         model = self.model
         drafts_apart = self.attached.draft_vocabulary is not None or self.attached.drafter is not None
         if not self._has_whole_head() or model.config.use_mup or drafts_apart:
@@ -249,7 +255,7 @@ class Runner:
         return project
 
     def _make_draft_head(self) -> tuple[Callable[[Tensor], Tensor], int]:
-        """An MTP layer's or a drafter's states to logits, and how many tokens may be drafted."""
+        """Return the function from an MTP layer's or drafter's states to logits, and the number of drafted tokens."""
         model, draft_vocabulary = self.model, self.attached.draft_vocabulary
         if self.attached.drafter is not None:  # its head has a norm before it, and may have rows of its own
             layer, tokens_N = model.mtp.layer, model.mtp.draft_vocabulary
@@ -267,7 +273,7 @@ class Runner:
         return self._spread(self._head_weight()[rows_K], rows_K, left_out_V.numel()), drafted
 
     def _spread(self, weight_KH: Tensor, tokens_K: Tensor, vocabulary: int) -> Callable[[Tensor], Tensor]:
-        """A head of some tokens: states to logits of the whole vocabulary, -inf for the others."""
+        """Return a head for some tokens: states to logits of the whole vocabulary, -inf for the others."""
         multiply = self.backend.product(weight_KH)
 
         def project(hidden_SBH: Tensor) -> Tensor:
@@ -287,7 +293,7 @@ class Runner:
 
 
 def _kept_numbers(config: TransformerConfig) -> int:
-    """Numbers of the keys and values that attention keeps of a token on this rank."""
+    """Return how many numbers of keys and values attention stores per token on this rank."""
     if isinstance(config, MLATransformerConfig):
         return config.kv_lora_rank + config.qk_pos_emb_head_dim
     groups = config.num_query_groups or config.num_attention_heads

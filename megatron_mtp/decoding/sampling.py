@@ -1,7 +1,7 @@
-"""Logits to probabilities to tokens: penalties, sampling, log-probabilities, and random numbers of a request.
+"""Logits to probabilities to tokens: penalties, sampling, log-probabilities, and per-request random numbers.
 
-A request's numbers depend on its seed and position alone, so the rest of the batch changes nothing.
-They are hashes of (seed, position, stream, index), made without state (Salmon et al., SC 2011).
+A request's random numbers depend only on its seed and position, so the rest of the batch has no influence. They are
+stateless hashes of (seed, position, stream, index) (Salmon et al., SC 2011).
 
 Letters in names: B batch, R rows of a sequence, V vocabulary; ... any leading dimensions.
 """
@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 
 MIN_TEMPERATURE = 1e-5
-"""A lower one is greedy, as in vLLM: logits that are divided by it may overflow float32."""
+"""A lower temperature is greedy, as in vLLM, because logits divided by it may overflow float32."""
 
 DRAFT, VERIFY, RECOVER = 0, 1, 2
-"""Streams: drafting, accepting, and the token after the accepted ones never share a number."""
+"""Streams: drafting, accepting, and drawing the token after the accepted ones never share a number."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Choice of a token; a temperature below 1e-5 is greedy, and then the other settings change nothing.
+    """Sampling settings. A temperature below 1e-5 is greedy and ignores the others.
 
-    Applied in this order, which is that of transformers; vLLM applies min-p before top-k and top-p.
+    Applied in this order, as in transformers; vLLM applies min-p before top-k and top-p.
 
     Attributes:
-        temperature: logits are divided by it, in float32 or better.
-        top_k: only the k most likely tokens; 0 for all.
-        top_p: only the smallest set of most likely tokens that holds this much probability; 1 for all.
-        min_p: only tokens with at least this share of the most likely token's probability; 0 for all.
+        temperature: divisor of the logits, in float32 or better.
+        top_k: keep only the k most likely tokens; 0 for all.
+        top_p: keep the smallest set of most likely tokens with at least this total probability; 1 for all.
+        min_p: keep tokens with at least this fraction of the most likely token's probability; 0 for all.
 
     Raises:
         ValueError: a value that is not allowed.
@@ -53,17 +53,20 @@ class Sampling:
 
     @classmethod
     def of(cls, given: object) -> Self:
-        """From the attributes of these names, of parsed flags for example; those that are not there are at rest."""
+        """Create from attributes with these names, such as parsed flags; missing ones get neutral values."""
         values: dict[str, Any] = {field.name: getattr(given, field.name, field.default) for field in fields(cls)}
         return cls(**values)
 
     @property
     def greedy(self) -> bool:
-        """True if the most probable token is taken, without randomness."""
+        """Whether the most probable token is always taken."""
         return self.temperature < MIN_TEMPERATURE
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """[..., V] to [..., V]; one-hot at temperature 0, so that every sampling rule turns into the greedy one."""
+        """Convert logits [..., V] to probabilities.
+
+        One-hot at temperature 0, so that all sampling rules become greedy.
+        """
         if self.greedy:
             best = logits.argmax(dim=-1, keepdim=True)
             return torch.zeros_like(logits).scatter_(-1, best, 1.0)
@@ -86,22 +89,22 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SamplingOfEach:
-    """Choice of tokens where the sequences of a batch differ, in their order; in the place of one `Sampling`."""
+    """Sampling settings of each sequence of a batch, used like one `Sampling`."""
 
     each: tuple[Sampling, ...]
 
     @property
     def greedy(self) -> bool:
-        """True if all sequences take the most probable token."""
+        """Whether all sequences are greedy."""
         return all(one.greedy for one in self.each)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """[B, ..., V] to the same; every sequence as it would be alone."""
+        """Convert logits [B, ..., V] to probabilities, each sequence by its own settings."""
         return torch.stack([one.probabilities(own) for one, own in zip(self.each, logits, strict=True)])
 
 
 def sampling_of(each: list[Sampling]) -> Sampling | SamplingOfEach:
-    """Sampling of a batch; one for all where they do not differ, which takes fewer operations."""
+    """Return the sampling of a batch; a single one, which takes fewer operations, if all are equal."""
     return each[0] if len(set(each)) == 1 else SamplingOfEach(tuple(each))
 
 
@@ -110,7 +113,7 @@ def _float32_or_better(logits: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The token [...] that `uniform` [...] in [0, 1) picks from `weights` [..., V], which need not sum to one."""
+    """Return the token [...] that `uniform` [...] in [0, 1) selects from `weights` [..., V], normalized or not."""
     heights = weights.cumsum(dim=-1, dtype=torch.double)
     threshold = uniform.unsqueeze(-1) * heights[..., -1:]
     return torch.searchsorted(heights, threshold, right=True).squeeze(-1).clamp(max=weights.size(-1) - 1)
@@ -118,16 +121,16 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Penalties:
-    """Changes of the logits, by the tokens that a sequence has; the defaults change nothing.
+    """Changes to the logits that depend on the tokens of a sequence. The defaults change nothing.
 
     Attributes:
         presence: subtracted once from the logit of every emitted token; -2 to 2.
-        frequency: subtracted for each time that it was emitted; -2 to 2.
-        repetition: logits of tokens of the prompt and of the sequence are divided by it if positive, else multiplied by
-            it (arXiv:1909.05858, section 4.1); above 0.
-        bias: tokens, each with a number that is added to its logit before the penalties.
-        least: the sequence ends at none of `ends` before it has so many new tokens.
-        ends: tokens that are impossible until then.
+        frequency: subtracted for each time a token was emitted; -2 to 2.
+        repetition: logits of tokens in the prompt and output are divided by it if positive, otherwise multiplied
+            (arXiv:1909.05858, section 4.1); above 0.
+        bias: numbers to add to the logits of tokens, before the penalties.
+        least: minimum number of new tokens before the sequence may end with one of `ends`.
+        ends: tokens with probability 0 until then.
     """
 
     presence: float = 0.0
@@ -144,9 +147,9 @@ NO_PENALTIES = Penalties()
 def penalized(
     penalties: Penalties, tokens: list[int], prompt: int, logits_RV: Tensor, drafted_RV: Tensor | None = None
 ) -> Tensor:
-    """The logits [R, V] of a sequence's next tokens, in float32 or better where there are penalties.
+    """Return the logits [R, V] of a sequence's next tokens, in float32 or better if there are penalties.
 
-    Each row has further drafted tokens before it.
+    Each row has one more draft token before it than the previous row.
     """
     if penalties == NO_PENALTIES:
         return logits_RV
@@ -168,16 +171,16 @@ def penalized(
 
 
 def _counts(tokens: list[int], like_RV: Tensor) -> Tensor:
-    """Counts of each token, [1, V]."""
+    """Return counts of each token, [1, V]."""
     index_T = torch.tensor(tokens, dtype=torch.long, device=like_RV.device)
     return torch.bincount(index_T, minlength=like_RV.size(-1)).to(like_RV).unsqueeze(0)
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The natural logarithm of a token's probability, by the model's own distribution before temperature and penalties.
+    """Natural logarithm of a token's probability, from the model's distribution before temperature and penalties.
 
-    `top` are the most probable tokens at this place with theirs, in falling order.
+    `top` lists the most probable tokens at this position with theirs, in descending order.
     """
 
     token: int
@@ -186,7 +189,7 @@ class TokenLogprob:
 
 
 def logprobs_of(logits_RV: Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
-    """Log-probabilities of one token a row and of the `top` most probable ones."""
+    """Return log-probabilities of one token per row and of the `top` most probable ones."""
     logprobs_RV = _float32_or_better(logits_RV).log_softmax(dim=-1)
     chosen_R1 = torch.tensor(tokens, dtype=torch.long, device=logits_RV.device).unsqueeze(1)
     own = logprobs_RV.gather(1, chosen_R1)[:, 0].tolist()
@@ -197,21 +200,21 @@ def logprobs_of(logits_RV: Tensor, tokens: list[int], top: int) -> list[TokenLog
 
 
 STREAMS, NUMBERS = 3, 1 << 22
-"""Streams of a round, and the most numbers of all of them together."""
+"""Number of streams of a round, and the maximum of numbers of all of them together."""
 
 LEAST_NUMBERS = 16
-"""Numbers of each stream that are made at once."""
+"""Numbers of each stream that are generated at once."""
 
 
 class Noise:
     """Random numbers of one round, for every request of a batch.
 
-    Number c of a request is a hash of its seed + c times a constant, as SplitMix64's is (Steele et al., OOPSLA 2014),
-    with the mixing function of Lea, whose shifts move whole halves (Steele and Vigna, OOPSLA 2021).
+    Number c of a request is a hash of its seed + c times a constant, as in SplitMix64 (Steele et al., OOPSLA 2014),
+    with Lea's mixing function, whose shifts move whole halves (Steele and Vigna, OOPSLA 2021).
 
     Args:
-        seed_B: of each request.
-        position_B: tokens that it has; it grows from round to round.
+        seed_B: seed of each request.
+        position_B: number of its tokens, which grows from round to round.
     """
 
     def __init__(self, seed_B: Tensor, position_B: Tensor) -> None:
@@ -219,7 +222,7 @@ class Noise:
         self._made_BNS: Tensor | None = None
 
     def uniform(self, stream: int, count: int) -> Tensor:
-        """[B, count], float64 in [0, 1); the first ones do not depend on `count`."""
+        """Return [B, count], float64 in [0, 1); the first ones do not depend on `count`."""
         if self._made_BNS is None or self._made_BNS.size(1) < count:
             self._made_BNS = self._made(max(count, LEAST_NUMBERS))
         return self._made_BNS[:, :count, stream]
@@ -232,7 +235,7 @@ class Noise:
 
 
 def _mixed(value: Tensor) -> Tensor:
-    """Lea's mixing function, in place and in wrapping 64-bit arithmetic; the lower half of a number stands first."""
+    """Apply Lea's mixing function in place, in wrapping 64-bit arithmetic; the lower half of a number is first."""
     lower, upper = value.view(torch.int32).unflatten(-1, (-1, 2)).unbind(-1)
     for _ in range(2):
         lower.bitwise_xor_(upper)

@@ -1,14 +1,14 @@
-"""Scheduling: which prompts run in a step, which sequences are decoded, and what becomes of them afterwards.
+"""Scheduler: which prompts run in a step, which sequences decode, and what happens to them afterwards.
 
-A step decodes or runs prompts, by turns where there are both, so that first tokens wait for one step at most:
+A step either decodes or runs prompts, alternating if there are both, so that a first token waits for at most one step:
 
-    make room    blocks for what the sequences may write; where there are too few, the youngest sequence is put back
-    decode       the sequences in batches of those that draft alike; one that ends leaves its place
-    prefill      prompts of the requests that have a place, in one forward of up to a chunk of rows; beginnings that are
-                 known do not run
+    make room    blocks for what the sequences may write; if there are too few, the youngest sequence is preempted
+    decode       the sequences in batches with the same method; a sequence that ends frees its place
+    prefill      prompts of requests with a place, in one forward pass of up to a chunk of rows; cached prefixes are
+                 not run
 
-A sequence that was put back loses its rows and nothing else: its tokens are run again when there is room, and its
-random numbers depend on its seed and positions. So a sequence depends on its request alone, whatever comes when.
+A preempted sequence loses only its rows: its tokens are run again when there is room, and its random numbers depend
+only on seed and position. So the output of a sequence depends only on its request, whatever runs alongside it.
 """
 
 from bisect import insort
@@ -32,13 +32,13 @@ class EngineSettings:
     """Sizes of an engine.
 
     Attributes:
-        running, waiting: sequences in its steps, and requests that wait for a place, at most.
-        blocks, block_size: of its memory, and slots of each; see `engine.blocks_in`.
-        slots: of a sequence, at most; None for those of all positions, and of drafts behind the last one.
-        chunk: rows of prompts in a step, at most.
-        reuse: whether beginnings that sequences share run once; those of a model with recurrent layers never do.
-        contains_errors: whether a sequence whose forward raises ends with an error of its own, and the others go on.
-        positions: tokens of a sequence, at most; None for as many as the model has positions.
+        running, waiting: maximum number of running sequences, and of requests that wait for a place.
+        blocks, block_size: number of blocks of its memory, and slots per block; see `engine.blocks_in`.
+        slots: maximum number of slots of a sequence; None for all positions, plus drafts after the last one.
+        chunk: maximum number of prompt rows in a step.
+        reuse: whether to reuse cached prefixes; never done for models with recurrent layers.
+        contains_errors: whether a sequence whose forward pass raises ends with an error while the others continue.
+        positions: maximum number of tokens of a sequence; None for the model's positions.
 
     Raises:
         ValueError: a size below 1.
@@ -61,19 +61,19 @@ class EngineSettings:
 
 
 class Scheduler:
-    """The sequences of an engine, and what they have of its memory.
+    """Sequences of an engine and their share of its memory.
 
     Args:
-        runner, drafter: the target and the small model that drafts, if there is one; each is a `Runner`.
+        runner, drafter: the target and the small model that drafts, if any; each is a `Runner`.
 
     Attributes:
-        seqs: by number, those that have not ended.
+        seqs: sequences that have not ended, by number.
         waiting: numbers of those without a place, in order.
-        prefilled: those whose prompts run, in the order in which they came.
+        prefilled: those whose prompts are running, in order of arrival.
         decoded: batches of those that have their first tokens.
-        preempted, prompt_tokens, cached_tokens: as of `requests.Load`.
-        closing: whether no sequence begins; those that have begun go on.
-        positions, longest: tokens of a sequence, and its slots, at most.
+        preempted, prompt_tokens, cached_tokens: as in `requests.Load`.
+        closing: whether no new sequence starts; running ones continue.
+        positions, longest: maximum number of tokens and of slots of a sequence.
     """
 
     def __init__(self, settings: EngineSettings, runner: Any, drafter: Any = None) -> None:
@@ -102,7 +102,7 @@ class Scheduler:
         self.closing = False
 
     def add(self, seq: Sequence) -> None:
-        """Let a sequence wait. Errors as `Engine.add`."""
+        """Queue a sequence. Raises like `Engine.add`."""
         slots = seq.slots + seq.budget
         if slots > self.longest:
             blocks, most = self.block_manager.blocks_for(slots), self.block_manager.count
@@ -116,7 +116,7 @@ class Scheduler:
         insort(self.waiting, seq.number)
 
     def cancel(self, number: int) -> None:
-        """Forget a sequence; nothing happens if it has ended."""
+        """Remove a sequence; no effect if it has ended."""
         seq = self.seqs.get(number)
         if seq is not None:
             self._remove(seq)
@@ -125,11 +125,11 @@ class Scheduler:
 
     @property
     def begun(self) -> list[Sequence]:
-        """Sequences with a place, and those that were put back after their first token."""
+        """Sequences with a place, and those preempted after their first token."""
         return [seq for number, seq in self.seqs.items() if number not in self.waiting or seq.has_begun]
 
     def restart(self) -> None:
-        """Put all sequences back to their prompts, and forget all beginnings: the weights change."""
+        """Restart all sequences from their prompts and forget all prefixes, because the weights change."""
         for seq in self.begun:
             if seq.number not in self.waiting:
                 self.put_back(seq)
@@ -139,9 +139,9 @@ class Scheduler:
         self._kept = KeptTensors()
 
     def schedule(self) -> list[PrefillBatch] | list[DecodeBatch]:
-        """The batches of a step: at most one chunk of prompts, or all sequences that are decoded, by turns.
+        """Return the batches of a step: at most one chunk of prompts, or all decoding sequences, alternating.
 
-        So the first token of a prompt waits for no more than the step that runs when it comes.
+        So the first token of a prompt waits for at most the step that is running when it arrives.
         """
         prompts = self._prompts() if self._prompts_turn or not self.decoded else []
         self._prompts_turn = not prompts
@@ -151,7 +151,7 @@ class Scheduler:
         return [*self.decoded.values()]
 
     def accept(self, batch: PrefillBatch | DecodeBatch, updates: list[Update]) -> None:
-        """Let the sequences of a batch that has run go on, or leave."""
+        """Process the results of a batch: its sequences continue or leave."""
         ended = [self.seqs[update.request] for update in updates if update.finish is not None]
         if isinstance(batch, DecodeBatch):
             if ended:
@@ -171,9 +171,9 @@ class Scheduler:
             del self.seqs[seq.number]
 
     def recover(self, seqs: list[Sequence], known: dict[int, int]) -> list[Update]:
-        """Let sequences of a forward that has raised begin anew, each alone; one that was alone ends.
+        """Restart the sequences of a forward pass that raised, each alone; one that was already alone ends.
 
-        What their groups have on the device may be half of a step, so these are made anew as well.
+        Their groups' state on the device may be that of half a step, so it is rebuilt too.
         """
         gone = [self.decoded.pop(group) for group in {seq.group for seq in seqs} & self.decoded.keys()]
         others = [seq for group in gone for seq in group.seqs if seq.number not in known]
@@ -193,7 +193,7 @@ class Scheduler:
         return ended
 
     def _make_room(self) -> None:
-        """Blocks for what the next step of every sequence may write, the oldest sequence's first."""
+        """Allocate blocks for what the next step of every sequence may write, the oldest sequence's first."""
         size = self.settings.block_size
         decoded = (seq for group in self.decoded.values() for seq in group.seqs)
         short = [seq for seq in decoded if seq.slots > len(seq.block_table.blocks) * size]
@@ -210,12 +210,12 @@ class Scheduler:
                 self.decoded[seq.group].place(seq)
 
     def put_back(self, seq: Sequence) -> None:
-        """Let a sequence wait again; it comes before all that have not begun."""
+        """Preempt a sequence; it resumes before all that have not started."""
         self._remove(seq)
         self._wait_again(seq)
 
     def _wait_again(self, seq: Sequence) -> None:
-        """Let a sequence that is in no batch wait again."""
+        """Put a sequence that is in no batch back in the queue."""
         self.free(seq)
         seq.progress = Progress(guesses=seq.progress.guesses)  # its rows are gone
         seq.run = 0
@@ -225,7 +225,7 @@ class Scheduler:
         self.preempted += 1
 
     def _remove(self, seq: Sequence) -> None:
-        """Take a sequence out of where it is."""
+        """Remove a sequence from its queue or batch."""
         if seq.number in self.waiting:
             self.waiting.remove(seq.number)
         elif seq in self.prefilled:
@@ -235,7 +235,7 @@ class Scheduler:
             self._take_out([seq])
 
     def free(self, seq: Sequence) -> None:
-        """Let others have what a sequence has of the memory."""
+        """Release a sequence's share of the memory."""
         self.block_manager.give_back(seq.block_table)
         if seq.entry is not None:
             self.memory.free_entries.append(seq.entry)
@@ -250,7 +250,7 @@ class Scheduler:
     # ---- prompts
 
     def _prompts(self) -> list[PrefillBatch]:
-        """Forwards of prompts, of a chunk of rows in all; a sequence that runs alone has one of its own."""
+        """Return prompt forwards with one chunk of rows in all; a sequence that runs alone has its own forward."""
         rows, batches, left = self.settings.chunk, list[PrefillBatch](), self._admitted(self.settings.chunk)
         while rows > 0 and left:
             parts = self._parts(left, rows)
@@ -264,14 +264,14 @@ class Scheduler:
         return batches
 
     def _admitted(self, rows: int) -> list[Sequence]:
-        """Sequences whose prompts run, after as many more have got a place as these rows are enough for."""
+        """Return sequences whose prompts run, after admitting as many more as these rows allow."""
         wanted = self._wanted(rows)
         while wanted < rows and (seq := self._admit()):
             wanted = self._wanted(rows) if seq is self.prefilled[0] else wanted + seq.rows_left
         return self.prefilled
 
     def _parts(self, seqs: list[Sequence], rows: int) -> list[tuple[Sequence, int]]:
-        """Which of these run in a forward of at most so many rows, and how many rows of each.
+        """Choose which of these run in a forward of at most this many rows, and how many rows of each.
 
         The oldest prompt gets half of the rows. Of the others those with the fewest rows left go first, and the oldest
         gets what they leave. So a short prompt does not wait for a long one, and a long one goes on whatever comes.
@@ -289,12 +289,12 @@ class Scheduler:
         return [(seq, count) for seq, count in parts if count or seq.has_run]
 
     def _wanted(self, rows: int) -> int:
-        """Number of a forward's rows for prompts that have a place; of the oldest no more than half count."""
+        """Return how many of a forward's rows admitted prompts need; the oldest counts for at most half."""
         left = [seq.rows_left for seq in self.prefilled]
         return min(left[0], -(-rows // 2)) + sum(left[1:]) if left else 0
 
     def _admit(self) -> Sequence | None:
-        """Give the oldest request that waits a place, if there are one and blocks for it."""
+        """Admit the oldest waiting request, if a slot and enough blocks are free."""
         if not self.waiting or len(self.seqs) - len(self.waiting) >= self.settings.running:
             return None
         number: int | None = self.waiting[0]
@@ -307,7 +307,7 @@ class Scheduler:
         return seq
 
     def _give_blocks(self, seq: Sequence) -> bool:
-        """Blocks for a sequence that waits, those of a known beginning among them."""
+        """Allocate blocks for a waiting sequence, including cached blocks of its prefix."""
         block_table = seq.block_table
         if self._reuses and seq.request.prompt_logprobs is None:
             block_table = self.block_manager.find(seq.tokens)
@@ -324,7 +324,7 @@ class Scheduler:
         return True
 
     def _extend(self, seq: Sequence, block_table: BlockTable) -> bool:
-        """Blocks for all slots of a sequence beside those that it holds, if there are enough.
+        """Allocate blocks for all slots of a sequence that it does not hold yet, if enough are free.
 
         Nothing is left there of another sequence: no mask keeps a NaN out of a sum.
         """
@@ -334,7 +334,7 @@ class Scheduler:
         return used is not None
 
     def _go_on(self, prompts: PrefillBatch, seqs: list[Sequence]) -> None:
-        """Sequences that draft alike, of whose prompts parts have run."""
+        """Go on after parts of these prompts have run: move sequences with complete prompts to decoding."""
         self._keep_up(prompts, seqs)
         for seq in seqs:
             self._learn(seq, min(seq.run + 1, len(seq.tokens)))
@@ -368,12 +368,12 @@ class Scheduler:
                 catch_up(part, method, method.count)
 
     def _learn(self, seq: Sequence, length: int | None = None) -> None:
-        """Let other sequences use the blocks that this one has filled."""
+        """Let other sequences reuse the blocks that this sequence has filled."""
         if self._reuses:
             self.block_manager.learn(seq.block_table, seq.tokens[:length], seq.progress.seen)
 
     def block_tables_of(self, seqs: list[Sequence]) -> BlockTables:
-        """Block tables of these sequences."""
+        """Return the block tables of these sequences."""
         table_BL = torch.zeros(len(seqs), self._tables.table_BL.size(1), dtype=torch.long)
         for row, seq in enumerate(seqs):
             table_BL[row, : len(seq.block_table.blocks)] = torch.tensor(seq.block_table.blocks)

@@ -1,10 +1,10 @@
-"""The sequences of a batch while they grow: their tokens, the trunk's states and cache, and how far each has come.
+"""The sequences of a batch while they grow: tokens, trunk states, cache, and the progress of each.
 
-`tokens` holds t_0 .. t_m and, beyond t_m, what a drafter writes there while it drafts. t_m, the newest token, is known
+`tokens` holds t_0 .. t_m and, after t_m, what a drafter writes there while it drafts. t_m, the newest token, is known
 but has not been through the trunk, so a sequence of m + 1 tokens has m final rows. A step reads tensors on the device;
 lists on the host with the same facts are updated between steps.
 
-Letters in names: B batch, R rows of a forward, P rows of a path, T slots, H hidden.
+Letters in names: B batch, R rows of a forward pass, P rows of a path, T slots, H hidden.
 """
 
 import copy
@@ -28,26 +28,29 @@ DEVICE = ("tokens_BT", "length_B", "live_B", "seed_B")
 
 
 MAX_KEPT_BATCHES = 32
-"""Kinds and sizes of batches whose tensors and steps are kept; the one that was not used for longest goes first."""
+"""Maximum number of kinds and sizes of batches whose tensors and steps are kept; the least recently used one is
+dropped.
+"""
 
 
 def wants_few_shapes(device: torch.device) -> bool:
-    """On a GPU, whose kernels and graphs are made for a shape; on a CPU more rows and slots take more time."""
+    """Return whether few shapes are preferred: on a GPU, where kernels and graphs depend on the shape."""
     return device.type == "cuda"
 
 
 @dataclass(frozen=True)
 class BatchShapes:
-    """Shapes of the forwards of a batch.
+    """Shapes of the forward passes of a batch.
 
     Attributes:
-        few: whether shapes should be few rather than small; see `wants_few_shapes`.
-        growth: rows that a drafter has missed are run so many at least. Where few shapes are wanted, these are the most
-            tokens that a step may add, so that shapes do not follow what was accepted.
-        reach: so many slots after the newest token are looked at, at least. Where few shapes are wanted, these are all
-            that any forward of a step needs, so that its forwards have one window.
-        fixed: whether a step must hold where any sequences may have ended, not for those alone that go on now.
-        packs: whether forwards of many rows leave out padding; the rows that are left are read back to the host.
+        few: whether to prefer few shapes over small ones; see `wants_few_shapes`.
+        growth: minimum number of missed rows that a drafter runs at once. Where few shapes are preferred, this is the
+            maximum number of tokens that a step may add, so shapes do not depend on acceptance.
+        reach: minimum number of slots after the newest token in the window. Where few shapes are preferred, this covers
+            every forward pass of a step, so they all have the same window.
+        fixed: whether a step must be valid for any set of ended sequences, not only the current one.
+        packs: whether forward passes of many rows leave out padding, which requires reading the real rows back to the
+            host.
     """
 
     few: bool = False
@@ -62,8 +65,8 @@ class Progress:
     """Progress of drafters with a sequence.
 
     Attributes:
-        seen: tokens that the sequence had when rows of a drafter's cache last ran, by the number of the cache.
-        guesses: what a proposer without a cache has found out.
+        seen: number of tokens when rows of a drafter's cache last ran, by cache number.
+        guesses: state of a proposer without a cache.
     """
 
     seen: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -74,10 +77,11 @@ class Sequences:
     """A batch of sequences.
 
     Attributes:
-        memory, tables: of the engine, and where the sequences' slots are in it.
-        capacity: slots of a sequence.
-        token_ids, live, progress: on the host, of each: its tokens, whether it goes on, and what proposers remember.
-        shapes: of its forwards.
+        memory, tables: memory of the engine, and block tables of the sequences.
+        capacity: number of slots of a sequence.
+        token_ids, live, progress: on the host, for each sequence: its tokens, whether it continues, and the state of
+            proposers.
+        shapes: shapes of its forward passes.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class Sequences:
         self.seed_B = torch.tensor(seeds, device=device)
 
     def join(self, other: "Sequences") -> None:
-        """Take in sequences whose slots are in the same blocks, behind those that are here."""
+        """Append sequences whose slots are in the same memory."""
         for name in HOST:
             getattr(self, name).extend(getattr(other, name))
         for name in DEVICE:
@@ -113,7 +117,7 @@ class Sequences:
         self.tables = replace(mine, table_BL=table_BL, entries=mine.entries + theirs.entries, firsts=firsts)
 
     def select(self, rows: list[int]) -> None:
-        """Only these sequences stay, in this order; the others must have ended, or go on elsewhere."""
+        """Keep only these sequences, in this order; the others must have ended or continue elsewhere."""
         for name in HOST:
             setattr(self, name, [getattr(self, name)[row] for row in rows])
         index_B = torch.tensor(rows, dtype=torch.long, device=self.length_B.device)
@@ -124,7 +128,7 @@ class Sequences:
         self.tables = replace(old, table_BL=old.table_BL[index_B], entries=entries, firsts=firsts)
 
     def only(self, rows: list[int], shapes: BatchShapes | None = None) -> "Sequences":
-        """Some of the sequences, in this order, as a batch of their own, with other shapes where these are given."""
+        """Return some of the sequences, in this order, as a separate batch, optionally with other shapes."""
         made = copy.copy(self)
         made.shapes = shapes or self.shapes
         made.select(rows)
@@ -132,7 +136,7 @@ class Sequences:
 
     @property
     def newest_B(self) -> Tensor:
-        """m: where the newest token stands."""
+        """m: position of the newest token."""
         return self.length_B - 1
 
     @property
@@ -142,11 +146,11 @@ class Sequences:
 
     @property
     def longest(self) -> int:
-        """The most tokens that a live sequence has."""
+        """Maximum number of tokens of a live sequence."""
         return max((len(ids) for ids, live in zip(self.token_ids, self.live, strict=True) if live), default=1)
 
     def growth_since(self, cache: int) -> int:
-        """The most tokens that a live sequence has gained since a drafter's cache last ran; `shapes.growth` if more."""
+        """Return the maximum number of tokens gained since a drafter's cache last ran, at least `shapes.growth`."""
         behind = [
             len(ids) - one.seen[cache]
             for ids, one, live in zip(self.token_ids, self.progress, self.live, strict=True)
@@ -155,53 +159,53 @@ class Sequences:
         return max([self.shapes.growth, *behind])
 
     def mark_seen(self, *caches: int) -> None:
-        """Note that these caches of drafters have run the rows of all tokens so far."""
+        """Record that these caches of drafters have run the rows of all tokens so far."""
         for ids, one in zip(self.token_ids, self.progress, strict=True):
             one.seen.update(dict.fromkeys(caches, len(ids)))
 
     def window(self, beyond: int) -> int:
-        """Number of slots that a forward looks at whose last row is `beyond` rows after the newest token; `rounded`."""
+        """Return the window of a forward pass whose last row is `beyond` rows after the newest token; `rounded`."""
         beyond = max(beyond, self.shapes.growth, self.shapes.reach)
         return min(rounded(self.longest + beyond, self.shapes.few), self.capacity)
 
     def chain(self, first_B: Tensor, rows: int, beyond: int, inside: bool = False, keeps: bool = True) -> Rows:
-        """Rows from slot `first_B` on; those of sequences that have ended leave no trace.
+        """Return rows from slot `first_B` on; rows of ended sequences are discarded.
 
         Args:
-            inside: whether none of them stands before slot 0.
-            keeps: whether their keys and values are kept; if not, they attend to the rows before t_m's alone.
+            inside: whether none of them is before slot 0.
+            keeps: whether their keys and values are kept; if not, they attend only to the rows before t_m's.
         """
         live_BR = None if self.all_live else self.live_B.unsqueeze(1).expand(-1, rows)
         where = self.window(beyond), self.tables, live_BR, self.shapes.packs
         return Rows(first_B, rows, *where, inside=inside, end_B=None if keeps else self.newest_B)
 
     def tokens_at(self, first_B: Tensor, count: int) -> Tensor:
-        """Tokens at `count` positions from `first_B` on, [B, count]."""
+        """Return `count` tokens from position `first_B` on, [B, count]."""
         return self.tokens_BT.gather(1, self._places(first_B, count).clamp(0, self.capacity))
 
     def states_at(self, first_B: Tensor, count: int) -> Tensor:
-        """h_0 of `count` rows from `first_B` on, [S, B, H]."""
+        """Return h_0 of `count` rows from `first_B` on, [S, B, H]."""
         place_BR = self._places(first_B, count).clamp(min=0)
         return read_rows(self.memory.states_N1SH, self.tables.places(place_BR))[:, 0].transpose(0, 1)
 
     def put_tokens(self, first_B: Tensor, tokens_BN: Tensor) -> None:
-        """Write tokens from position `first_B` on; a sequence that has ended keeps its own."""
+        """Write tokens from position `first_B` on; ended sequences keep their own."""
         place_BN = self._places(first_B, tokens_BN.size(1)).clamp(max=self.capacity)
         if not self.all_live:
             place_BN = torch.where(self.live_B.unsqueeze(1), place_BN, self.capacity)
         self.tokens_BT.scatter_(1, place_BN, tokens_BN)
 
     def rows_of(self, draft: Draft) -> Rows:
-        """The newest token's row and those of the draft's nodes."""
+        """Return the newest token's row and those of the draft's nodes."""
         if draft.is_chain:
             return self.chain(self.newest_B, draft.nodes + 1, draft.nodes, inside=True)
         ancestors_BRR, depth_BR = ancestors_of(draft.parents())
         return self.tree(depth_BR, ancestors_BRR)
 
     def tree(self, depth_BR: Tensor, ancestors_BRA: Tensor, start: int = 0, keeps: bool = True) -> Rows:
-        """Rows of a tree whose slots begin at t_m's; each looks at all slots before these, and at its own ancestors.
+        """Return rows of a tree whose slots begin at t_m's. Each attends to all earlier slots and to its own ancestors.
 
-        Those whose keys and values are not kept look at the slots before t_m's alone.
+        Rows whose keys and values are not kept attend only to the slots before t_m's.
         """
         window, live_BR = self.window(ancestors_BRA.size(2)), self.live_B.unsqueeze(1).expand_as(depth_BR)
         tree = depth_BR, ancestors_BRA, start
@@ -209,7 +213,7 @@ class Sequences:
         return Rows(self.newest_B, depth_BR.size(1), *where, *tree, end_B=end_B)
 
     def accept(self, draft: Draft, verdict: Verdict) -> StepOutput:
-        """Append the accepted path and the token after it; cache and states keep only the path's rows."""
+        """Append the accepted path and the token after it; cache and states keep only the rows of the path."""
         token_B1 = verdict.token_B.unsqueeze(1)
         if draft.nodes == 0:
             self.put_tokens(self.length_B, token_B1)
@@ -232,24 +236,27 @@ class Sequences:
         return StepOutput(draft, gained_BR, count_B)
 
     def settle(self, row: int, gained: list[int], ended: bool) -> None:
-        """Append those new tokens of a sequence that stay; the device's length of an ended one is cropped to them."""
+        """Append the new tokens of a sequence that are kept.
+
+        An ended sequence's length on the device is cropped to them.
+        """
         self.token_ids[row] += gained
         if ended:
             self.end(row)
 
     def end(self, row: int) -> None:
-        """A sequence gains no more tokens."""
+        """End a sequence."""
         self.live[row] = False
         self.live_B[row] = False
         self.length_B[row] = len(self.token_ids[row])
 
     @property
     def all_live(self) -> bool:
-        """True if the host knows that no sequence has ended; a fixed step must hold for any."""
+        """Whether the host knows that no sequence has ended; a fixed step must be valid for any."""
         return not self.shapes.fixed and all(self.live)
 
     def _places(self, first_B: Tensor, count: int) -> Tensor:
-        """`count` consecutive places from `first_B` on, [B, count]."""
+        """Return `count` consecutive indices from `first_B` on, [B, count]."""
         first_B1 = first_B.unsqueeze(1)
         return first_B1 if count == 1 else first_B1 + self.memory.count_T[:count]
 
@@ -258,10 +265,10 @@ class Sequences:
 
 
 class KeptTensors:
-    """The tensors that recorded steps read and write, with these steps: of each kind and size of batches.
+    """Tensors that captured steps read and write, together with these steps, by kind and size of batches.
 
     Attributes:
-        failed: whether a step could not be recorded; then no other is.
+        failed: whether a step could not be captured; then no other is.
     """
 
     def __init__(self) -> None:
@@ -269,7 +276,7 @@ class KeptTensors:
         self._kept: dict[Hashable, tuple[dict[str, Tensor], Tensor, dict[Hashable, Any]]] = {}
 
     def move(self, sequences: Sequences, kind: Hashable) -> dict[Hashable, Any]:
-        """Have a batch in the tensors of its kind and size; returns the steps that were recorded there."""
+        """Move a batch to the tensors of its kind and size. Return the steps that were captured there."""
         own, tables = {name: getattr(sequences, name) for name in DEVICE}, sequences.tables
         key = kind, len(sequences.token_ids)
         if key not in self._kept:

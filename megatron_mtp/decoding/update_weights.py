@@ -1,4 +1,4 @@
-"""New weights for a running engine: no sequence has tokens, keys or values of two versions."""
+"""Weight updates of a running engine. No sequence mixes tokens, keys or values of two versions."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,7 +11,7 @@ from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.requests import Finish, Update
 
 RUNNING = ("finish", "restart", "abort")
-"""What becomes of running requests."""
+"""What happens to running requests."""
 
 
 def update_weights(
@@ -23,28 +23,27 @@ def update_weights(
     drafter: Iterable[tuple[str, Tensor]] | None = None,
     emit: Callable[[list[Update]], object] | None = None,
 ) -> list[Update]:
-    """Give an engine's model new weights, with which waiting requests begin; the cache of beginnings is emptied.
+    """Load new weights into an engine's model. Waiting requests start with them; the prefix cache is cleared.
 
-    All tensor-parallel ranks call it, with the same requests.
+    All tensor-parallel ranks must call this, with the same requests.
 
     Args:
         engine: the engine.
-        weights: names and tensors of a Hugging Face folder of the model, all or some (`export_hf_weights`).
-        running: 'finish' lets running requests end with the old weights first, 'abort' ends them with the tokens that
-            they have, 'restart' computes them anew: the tokens that they had are void, as the version of their next
-            updates says.
-        like: a folder whose names they have; None for those of an export of the checkpoint that was loaded.
-        version: the new `policy_version`; None for one more than the last.
-        drafter: names and tensors of the folder of its drafter, all or some (`export_drafter_weights`); None for the
-            drafter that it has.
-        emit: called with the updates of each step, as they come; it may cancel requests.
+        weights: names and tensors in the model's Hugging Face format, all or some (`export_hf_weights`).
+        running: 'finish' first completes running requests with the old weights; 'abort' ends them with the tokens that
+            they have; 'restart' recomputes them, and their earlier tokens become void, as the version of their next
+            updates shows.
+        like: folder whose names the weights have; None for those of an export of the loaded checkpoint.
+        version: new `policy_version`; None for the last one plus one.
+        drafter: names and tensors of its drafter, all or some (`export_drafter_weights`); None to keep the drafter.
+        emit: called with the updates of each step as they arrive; it may cancel requests.
 
     Returns:
         Updates of the requests that finished or were aborted.
 
     Raises:
-        ValueError: there is no such choice, or a tensor is not of this model. After the latter the engine takes no step
-            until an update succeeds.
+        ValueError: an unknown choice, or a tensor that does not belong to this model. In the latter case the engine
+            runs no step until an update succeeds.
     """
     if running not in RUNNING:
         raise ValueError(f"running is '{running}'; give {' or '.join(RUNNING)}.")
@@ -71,7 +70,7 @@ def update_weights(
 
 
 def _abort(engine: Engine) -> list[Update]:
-    """End all sequences that have begun; those that wait do not notice."""
+    """End all sequences that have started; waiting sequences are not affected."""
     begun, version = [seq.number for seq in engine.scheduler.begun], engine.policy_version
     for number in begun:
         engine.cancel(number)

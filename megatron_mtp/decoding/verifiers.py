@@ -1,7 +1,7 @@
-"""Verifiers: pure functions from the target's logits and a draft to a verdict, each with its facts.
+"""Verifiers (acceptance rules): pure functions from the target's logits and a draft to a verdict, with their facts.
 
 Rules that keep the target's distribution come first: greedy, rejection, specinfer, block, spectr. The others trade it
-for longer accepted drafts or likelier texts: relaxed, joint, mtjd, bild; each runs only where a user names it.
+for longer accepted drafts or more likely output: relaxed, joint, mtjd, bild. They are only used if chosen explicitly.
 
 Letters in names: B batch, N drafted nodes, R = N + 1 rows, V vocabulary.
 """
@@ -20,22 +20,23 @@ from megatron_mtp.decoding.rows import ancestors_of
 from megatron_mtp.decoding.sampling import RECOVER, VERIFY, draw
 
 VerifierRule = Callable[[Tensor, Draft, Round], Verdict]
-"""From the target's logits [B, R, V] to a verdict; pure, its random numbers are the round's."""
+"""From the target's logits [B, R, V] to a verdict; pure, with the round's random numbers."""
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """A rule with its facts; is called as the rule is, and reads nothing back to the host.
+    """An acceptance rule with its facts. Call it like the rule; it reads nothing back to the host.
 
     Attributes:
-        line: the rule in a line, for tables.
-        lossless: whether it keeps the target's distribution; one that does not runs only where a user names it.
-        judges_trees: whether it can judge more than chains.
+        line: one-line description, for tables.
+        lossless: whether it keeps the target's distribution; other rules must be chosen explicitly.
+        judges_trees: whether it supports trees.
         needs_samples: whether the candidates of a row must be independent samples of one q.
-        greedy_only: whether it is for temperature 0.
-        is_greedy: whether it accepts the target's most probable tokens, and these alone.
-        takes_path_probs: whether it reads q as the score of a path, and not as what the path was sampled from.
-        settings_kind: the class of its own settings.
+        greedy_only: whether it is only for temperature 0.
+        is_greedy: whether it accepts exactly the target's most probable tokens.
+        takes_path_probs: whether it uses q as the score of a path rather than as the distribution that it was sampled
+            from.
+        settings_kind: class of its own settings.
     """
 
     rule: VerifierRule
@@ -49,7 +50,7 @@ class Verifier:
     settings_kind: type[Settings] = Settings
 
     def __call__(self, logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
-        """The verdict on a draft, from the target's logits [B, R, V] of its rows."""
+        """Return the verdict on a draft from the target's logits [B, R, V] of its rows."""
         return self.rule(logits_BRV, draft, round)
 
 
@@ -59,7 +60,10 @@ HALVINGS = 40
 
 @partial(Verifier, line="accept the trunk's argmax", greedy_only=True, is_greedy=True)
 def greedy(logits_BRV: Tensor, draft: Draft, _: Round) -> Verdict:
-    """Token-identical to plain greedy decoding; the token after the path is the target's argmax."""
+    """Accept the target's argmax: token-identical to plain greedy decoding.
+
+    The token after the path is the argmax too.
+    """
     best_BR = logits_BRV.argmax(dim=-1)
     if draft.nodes == 0:
         return Verdict(torch.ones_like(best_BR, dtype=torch.bool), best_BR[:, 0])
@@ -84,11 +88,12 @@ def _chain(best_BR: Tensor, draft: Draft) -> Verdict:
 
 @partial(Verifier, line="accept with min(1, p/q), else (p - q)+; without q: p(x), else p without x")
 def rejection(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
-    """Accept x ~ q with min(1, p(x) / q(x)), else go on with (p - q)+ (arXiv:2211.17192, Alg. 1).
+    """Accept x ~ q with probability min(1, p(x) / q(x)), otherwise continue with (p - q)+ (arXiv:2211.17192, Alg. 1).
 
-    A deterministic draft is one with q = 1 at its token: it is accepted with p(x), and p with x zeroed remains. Several
-    candidates of one row are tried one after another against what remains (multi-round, SpecInfer, arXiv:2305.09781):
-    candidates with `probs` must be independent samples of their q, those without may be any, such as the top k.
+    A deterministic draft has q = 1 at its token: it is accepted with probability p(x), and otherwise p with x set to 0
+    remains. Several candidates of one row are tried one after another against what remains (multi-round, SpecInfer,
+    arXiv:2305.09781): candidates with `probs` must be independent samples of their q; candidates without may be
+    anything, such as the top k.
     """
     probs_BRV = round.sampling.probabilities(logits_BRV)
     uniform_BN = round.noise.uniform(VERIFY, draft.nodes)
@@ -115,7 +120,7 @@ specinfer = replace(
 
 
 def leftover(p_BV: Tensor, q_BV: Tensor) -> Tensor:
-    """(p - q)+, normalized; p itself where nothing is left, which only rounding reaches."""
+    """Return (p - q)+, normalized; p itself if nothing is left, which happens only by rounding."""
     rest_BV = (p_BV - q_BV).clamp(min=0)
     total_B1 = rest_BV.sum(dim=1, keepdim=True)
     return torch.where(total_B1 > 0, rest_BV / total_B1.clamp(min=1e-38), p_BV)
@@ -152,13 +157,13 @@ def block(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
 
 
 def _drafter(draft: Draft, p_BRV: Tensor) -> Tensor:
-    """q of the token after each row; 0 after the last, and where a draft has ended."""
+    """Return q of the token after each row; 0 after the last row and where a draft has ended."""
     q_BNV = draft.distributions(p_BRV) * draft.valid().cumprod(dim=1).unsqueeze(-1)
     return torch.cat([q_BNV, torch.zeros_like(p_BRV[:, :1])], dim=1)
 
 
 def _joint_ratios(p_BRV: Tensor, q_BRV: Tensor, draft: Draft) -> Tensor:
-    """pi_0 .. pi_K, [B, R]."""
+    """Return pi_0 .. pi_K, [B, R]."""
     token_BN1 = draft.tokens_BN.unsqueeze(-1)
     p_BN = p_BRV[:, :-1].gather(2, token_BN1).squeeze(-1)
     q_BN = q_BRV[:, :-1].gather(2, token_BN1).squeeze(-1)
@@ -170,12 +175,12 @@ def _joint_ratios(p_BRV: Tensor, q_BRV: Tensor, draft: Draft) -> Tensor:
 
 @partial(Verifier, line="choose among several samples of one q (arXiv:2310.15141)", needs_samples=True)
 def spectr(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
-    """K-sequential selection among k independent samples of one q (arXiv:2310.15141, Alg. 3).
+    """Select among k independent samples of one q sequentially (K-SEQ, arXiv:2310.15141, Alg. 3).
 
         beta(rho) = sum_v min(q, p / rho)       rho in [1, k] solves 1 - (1 - beta)^k = rho beta
         x is accepted with min(1, p(x) / (rho q(x))); after k rejections: p - min(q, p / rho) P / beta
 
-    where P = 1 - (1 - beta)^k is the chance that any of the k is accepted.
+    where P = 1 - (1 - beta)^k is the probability that any of the k is accepted.
     """
     p_BRV = round.sampling.probabilities(logits_BRV).double()
     q_BRV, count_BR = _of_rows(draft, p_BRV)
@@ -195,7 +200,7 @@ def spectr(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
 
 
 def solve_rho(p: Tensor, q: Tensor, count: Tensor) -> Tensor:
-    """rho [...] for distributions [..., V] and k [...]; by bisection in [1, k]."""
+    """Solve for rho [...], given distributions [..., V] and k [...], by bisection in [1, k]."""
     low, high = torch.ones_like(p[..., 0]), count.to(p).clamp(min=1)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
@@ -210,7 +215,7 @@ def _beta(p: Tensor, q: Tensor, rho: Tensor) -> Tensor:
 
 
 def _after_rejections(p_BV: Tensor, q_BV: Tensor, rho_B: Tensor, count_B: Tensor) -> Tensor:
-    """Distribution that k rejected candidates leave; p itself where there were none."""
+    """Return the distribution after k rejected candidates; p itself without rejections."""
     beta_B = _beta(p_BV, q_BV, rho_B)
     share_B = (1 - (1 - beta_B) ** count_B) / beta_B.clamp(min=1e-300)
     covered_BV = torch.minimum(q_BV, p_BV / rho_B.unsqueeze(1)) * share_B.unsqueeze(1)
@@ -218,7 +223,7 @@ def _after_rejections(p_BV: Tensor, q_BV: Tensor, rho_B: Tensor, count_B: Tensor
 
 
 def _of_rows(draft: Draft, p_BRV: Tensor) -> tuple[Tensor, Tensor]:
-    """q of the candidates of each row [B, R, V], and their number k [B, R]."""
+    """Return q of each row's candidates [B, R, V], and their number k [B, R]."""
     q_BNV = draft.distributions(p_BRV)
     parents_BN, valid_BN = draft.parents(), draft.valid()
     count_BR = torch.zeros_like(p_BRV[:, :, 0]).scatter_add_(1, parents_BN, valid_BN.to(p_BRV))
@@ -229,11 +234,12 @@ def _of_rows(draft: Draft, p_BRV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def walk(draft: Draft, accepts: Callable[[int, Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """The rows on the accepted path [B, R], and the last of them [B].
+    """Return the rows on the accepted path [B, R], and the last of them [B].
 
     Args:
-        accepts: called for every node in turn with its number, the row that each sequence has reached and whether the
-            node is a candidate there; returns where it is accepted, and is ignored where it is not a candidate.
+        accepts: called for every node in order with its number, the row that each sequence has reached, and whether the
+            node is a candidate there; returns where it is accepted. The result is ignored where the node is not a
+            candidate.
     """
     parents_BN, valid_BN = draft.parents(), draft.valid()
     here_B = torch.zeros_like(parents_BN[:, 0]) if draft.nodes else parents_BN.new_zeros(parents_BN.size(0))
@@ -247,12 +253,12 @@ def walk(draft: Draft, accepts: Callable[[int, Tensor, Tensor], Tensor]) -> tupl
 
 
 def row_of(values_BRV: Tensor, row_B: Tensor) -> Tensor:
-    """[B, V]: one row of every sequence."""
+    """Return one row of every sequence, [B, V]."""
     return values_BRV.gather(1, row_B.view(-1, 1, 1).expand(-1, 1, values_BRV.size(-1))).squeeze(1)
 
 
 def chosen(values_BV: Tensor, token_B: Tensor) -> Tensor:
-    """[B]: the value of one token of every sequence."""
+    """Return the value of one token of every sequence, [B]."""
     return values_BV.gather(1, token_B.unsqueeze(1)).squeeze(1)
 
 
@@ -279,14 +285,14 @@ class RelaxedSettings(Settings):
 
 @dataclass(frozen=True)
 class JointSettings(Settings):
-    """The paper's tau."""
+    """tau of the paper."""
 
     threshold: float = setting(0.5, "tau, which p/q of a kept prefix exceeds", 0.0, 1.0)
 
 
 @dataclass(frozen=True)
 class BildSettings(Settings):
-    """When the drafter stops, and when the target rolls back."""
+    """Thresholds at which the drafter stops and the target rolls back."""
 
     fallback: float = setting(0.5, "`draft_model` goes on while max q is at least this", 0.0, 1.0)
     rollback: float = setting(3.0, "the trunk rolls back where -log p exceeds this", 0.0, float("inf"))
@@ -300,9 +306,11 @@ class BildSettings(Settings):
     settings_kind=RelaxedSettings,
 )
 def relaxed(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
-    """In the thinking phase accept what is among the top N and at most delta less likely than the best; else greedy.
+    """Relaxed acceptance: in the thinking phase, accept tokens among the top N and within delta of the best.
 
-    The phase begins after `think_start` and ends after `think_end`, inside a draft too. N = 1 or delta = 0 is strict
+    Else greedy.
+
+    The phase begins after `think_start` and ends after `think_end`, even inside a draft. N = 1 or delta = 0 is strict
     (TensorRT-LLM's relaxed acceptance for DeepSeek-R1).
     """
     settings = round.config.verifier_settings
@@ -330,7 +338,7 @@ def relaxed(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
 
 
 def _are_thinking(round: Round, settings: RelaxedSettings) -> Tensor:
-    """True if each sequence's newest token stands in the thinking phase: after its start, not after its end."""
+    """Return whether each sequence's newest token is in the thinking phase: after its start, not after its end."""
     tokens_BT = round.tokens_BT
     assert tokens_BT is not None
     bounds = [bound for bound in (settings.think_start, settings.think_end) if bound is not None]
@@ -349,10 +357,12 @@ def _are_thinking(round: Round, settings: RelaxedSettings) -> Tensor:
     settings_kind=JointSettings,
 )
 def joint(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
-    """The longest prefix with min(1, p(x_1..j) / q(x_1..j)) > tau, earlier failures ignored, then one token from p.
+    """Accept the longest prefix with min(1, p(x_1..j) / q(x_1..j)) > tau, ignoring earlier failures.
 
-    Multi-token assisted decoding (arXiv:2407.09722). tau = 1 accepts nothing, tau = 0 everything that p allows; what is
-    accepted has p > tau q.
+    Then one token from p.
+
+    Multi-token assisted decoding (arXiv:2407.09722). tau = 1 accepts nothing, tau = 0 everything that p allows;
+    accepted prefixes have p > tau q.
     """
     settings = round.config.verifier_settings
     assert isinstance(settings, JointSettings)
@@ -374,10 +384,10 @@ def joint(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     greedy_only=True,
 )
 def mtjd(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
-    """The drafts of full depth K and a token that have the highest joint probability, all K + 1 of them.
+    """Return the K draft tokens of full depth and one more token with the highest joint probability.
 
-    Multi-token joint decoding (arXiv:2407.09722), exact over what is drafted: with the proposer `exhaustive`, the
-    argmax of p(x_1 .. x_{K+1}). A draft that is not a chain of candidates from the root counts for nothing.
+    Multi-token joint decoding (arXiv:2407.09722), exact over the draft: with the proposer `exhaustive`, the argmax of
+    p(x_1 .. x_{K+1}). Paths that are not chains of candidates from the root are ignored.
     """
     log_p_BRV = logits_BRV.log_softmax(dim=-1).double()
     if draft.nodes == 0:
@@ -403,10 +413,10 @@ def mtjd(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     settings_kind=BildSettings,
 )
 def bild(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
-    """Roll back at the first token with -log p(x) > `rollback` under the target, then one token from p.
+    """Roll back at the first token whose -log p(x) under the target exceeds `rollback`, then take one token from p.
 
-    The big and little decoder (arXiv:2302.07863); its other half, the drafter that stops where max q < `fallback`,
-    is the draft's `valid_BN`.
+    Big Little Decoder (arXiv:2302.07863). Its other half, a drafter that stops where max q < `fallback`, is the draft's
+    `valid_BN`.
     """
     settings = round.config.verifier_settings
     assert isinstance(settings, BildSettings)

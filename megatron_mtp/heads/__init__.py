@@ -1,11 +1,13 @@
-"""Kinds of drafters, a folder each. No file imports them by name: a kind is registered by an entry point, as that of
-another package is, and its row (`spec.kinds.DrafterKind`) names its parts.
+"""Kinds of drafters, a folder each.
 
-eagle/    one layer that reads the trunk's last state
-eagle3/   one layer that reads three of the trunk's layers
-peagle/   layers that read three of the trunk's, and draft all tokens in one pass
+No file imports them by name: each kind is registered by an entry point, like that of.
+another package, and its row (`spec.kinds.DrafterKind`) names its parts.
+
+eagle/    one layer that reads the trunk's last hidden state
+eagle3/   one layer that reads the states of three trunk layers
+peagle/   several layers that read three trunk layers and draft all tokens in one pass
 dflash/   a block of tokens in one pass
-domino/   a block whose drafts know all tokens before them in it
-dspark/   a block whose drafts know the token before, with a confidence
+domino/   a block with a bias by all previous tokens of it
+dspark/   a block with a bias by the previous token, and a confidence
 dflash2/  convolutions along a block, and a choice among likely tokens
 """

@@ -1,21 +1,20 @@
-"""What MTP layers learn: losses by the names that `--mtp-loss` takes (LOSSES is the table), and one scalar of them.
+"""Losses of MTP layers and drafters: the table LOSSES by `--mtp-loss` name, and the training objective.
 
-A loss is a class and a row of the table. This file does not import torch, so that `--help` names
-the losses at once.
+A loss is a class and a row of the table. This file does not import torch, so that `--help` can list the losses quickly.
 
-token_loss.py            TokenLoss: what every loss says of itself, and what it computes; ce, dpace
-distillation.py          losses by the trunk's distribution: kd; tv, nla and lk, of the rate at which sampled drafts are
-                         accepted; e2e_tv, of the accepted length of all depths together
+token_loss.py            TokenLoss: the interface of a loss, with its declared needs; ce, dpace
+distillation.py          losses against the trunk's distribution: kd; tv, nla and lk, based on the acceptance rate of
+                         sampled drafts; e2e_tv, based on the accepted length of all depths together
 mix.py                   mix, a weighted sum of other losses
-weight_gradient.py       the head's gradient: what is kept of it for the backward pass, and where it is added
-triton_kernels.py        a position's losses and gradients in one kernel or two: all losses but mix and dpace
-triton_chunk.py          where these kernels are used, and what they are called with
-linear_cross_entropy.py  head and loss together, in chunks of tokens: memory that does not grow with depths
-selector.py              a drafter's choice among the likeliest tokens: logits of candidates, and the loss of the choice
-reference.py             all losses as their definitions read
-objective.py             from hidden states to one scalar of all losses: masks, lambda / D, schedule, weights,
-                         normalizer; acceptance, which is what a verifier would accept
-mtp_loss.py              the depths' loss for training loops that are not Megatron's
+weight_gradient.py       gradient of the output layer: what is kept for the backward pass, and where it is added
+triton_kernels.py        losses and gradients of a position in one or two kernels: all losses but mix and dpace
+triton_chunk.py          launches these kernels and decides when they apply
+linear_cross_entropy.py  output layer and loss together, in chunks of tokens: memory does not grow with MTP layers
+selector.py              a drafter's choice among the likeliest tokens: candidate logits and their loss
+reference.py             reference implementation of all losses, written as their definitions
+objective.py             from hidden states to one scalar: masks, lambda / D, schedule, weights, normalizer; acceptance
+                         counts, which match what a verifier accepts
+mtp_loss.py              the MTP loss for training loops other than Megatron's
 """
 
 from dataclasses import fields, replace
@@ -45,15 +44,15 @@ LOSSES: "Registry[type[TokenLoss]]" = Registry(
 
 
 READ_BY_LOSSES = ("mtp_temperature", "mtp_lk_eta", "mtp_label_smoothing", "mtp_z_loss")
-"""Settings that some losses read."""
+"""Settings that only some losses read."""
 
 
 def depth_loss(settings: MTPConfig) -> "TokenLoss":
-    """The loss that `settings.mtp_loss` names.
+    """Create the loss named by `settings.mtp_loss`.
 
     Raises:
-        ValueError: there is no such loss, it names several (`MTPConfig.phases`), or a setting that it reads has a value
-            that is not allowed.
+        ValueError: there is no such loss, several are named (`MTPConfig.phases`), or a setting has a value that the
+            loss does not allow.
     """
     phase, *others = settings.phases()
     if others:
@@ -67,13 +66,14 @@ def depth_loss(settings: MTPConfig) -> "TokenLoss":
 
 
 def check_loss(*phases: MTPConfig) -> None:
-    """Check the names of the losses and their settings.
+    """Check the names of losses and their settings.
 
     Args:
-        phases: a head's settings, of `MTPConfig.phases` where it learns several losses one after the other.
+        phases: settings of the MTP layers or drafter, one per phase of `MTPConfig.phases` if there are several losses
+            in sequence.
 
     Raises:
-        ValueError: as `depth_loss`, or a setting was given that none of the losses reads.
+        ValueError: as in `depth_loss`, or a setting was given that none of the losses reads.
     """
     losses, settings = [depth_loss(phase) for phase in phases], phases[0]
     for phase, loss in zip(phases, losses, strict=True):
@@ -94,5 +94,5 @@ def check_loss(*phases: MTPConfig) -> None:
 
 
 def listing() -> str:
-    """A listing of losses, those of other packages included, as `train --list-losses` prints them."""
+    """Format the list of losses, including those of other packages, for `train --list-losses`."""
     return "\n".join(f"  {name:<8}{loss.line}" for name, loss in LOSSES.items())

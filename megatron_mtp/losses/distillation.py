@@ -1,30 +1,30 @@
-"""Losses by the trunk's own distribution p of a token, which the depth's q is compared with, a chunk at a time.
+"""Distillation losses: compare the trunk's distribution p of a token with the MTP layer's q, one chunk at a time.
 
     kd      t^2 KL(p || q), both at temperature t     gradient  t (q - p)          (Hinton et al., arXiv:1503.02531)
 
-The others are of the overlap a = sum_v min(p, q): rejection sampling accepts a draft of q with probability a
-(Leviathan et al., arXiv:2211.17192, corollary 3.6).
+The others are functions of the overlap a = sum_v min(p, q): rejection sampling accepts a draft from q with probability
+a (Leviathan et al., arXiv:2211.17192, corollary 3.6).
 
     tv      1 - a                             gradient  a g
     nla     -log a                            gradient  g         (LK losses, arXiv:2602.23881)
-    lk      l kd + (1 - l) (1 - a),  l = exp(-eta a), which counts as a constant in the gradient (arXiv:2602.23881)
+    lk      l kd + (1 - l) (1 - a),  l = exp(-eta a), treated as a constant in the gradient (arXiv:2602.23881)
 
     g = (q sum_u o_u - o) / t   with  o_v = [q_v < p_v] min(p_v, q_v) / a   and t the temperature of both
 
-o is made of logarithms, so that neither it nor log a depends on whether float32 can hold a: where p and q have nearly
-nothing in common, the gradient of nla is as large as elsewhere.
+o is computed from logarithms, so o and log a stay accurate even if a underflows float32: where p and q barely overlap,
+the gradient of nla is as large as elsewhere.
 
-e2e_tv couples the depths (arXiv:2606.12370, eq. 13). With a_i of depth i, the drafts of depth 1 .. j are all accepted
-with the probability A_j, and
+e2e_tv couples the depths (arXiv:2606.12370, eq. 13). With a_i the overlap at depth i, the drafts of depths 1 .. j are
+all accepted with probability A_j:
 
     loss      sum_j w_j (1 - A_j),   A_j = a_1 a_2 .. a_j,   the weights w_j add to 1
-    gradient  sum_{j>=i} w_j A_j  by -log a_i, which is g
+    gradient  sum_{j>=i} w_j A_j  times the gradient of -log a_i, which is g
 
-so that no a_i divides another: sum_{j>=i} w_j A_j / a_i, the derivative by a_i itself, is not needed.
+This form never divides by a_i; the derivative by a_i itself, sum_{j>=i} w_j A_j / a_i, is not needed.
 
-With a draft vocabulary q is a distribution over its tokens. kd then compares with p restricted to them and
-renormalized, since log p - log q is infinite for the others. The overlap is with p over all tokens: those that are not
-drafted have q = 0 and add nothing, so that 1 - a is still the rate of rejection.
+With a draft vocabulary, q is a distribution over the draft tokens only. kd then compares it with p restricted to these
+tokens and renormalized, because log p - log q is infinite for all others. The overlap uses p over all tokens: tokens
+outside the draft vocabulary have q = 0 and add nothing, so 1 - a is still the rejection rate.
 
 Letters in names: N positions, V this rank's slice of the vocabulary, D depths.
 """
@@ -47,7 +47,7 @@ in place of a smaller p, p (log p - log q) - p + q is the same to float64's last
 
 @dataclass(frozen=True)
 class TaughtLoss(TokenLoss):
-    """Common part of the losses that compare with the trunk's distribution, at a temperature of both."""
+    """Base class of the losses that compare with the trunk's distribution, at a common temperature."""
 
     needs_teacher = True
     temperature: float = 1.0
@@ -60,7 +60,7 @@ class TaughtLoss(TokenLoss):
 
 @dataclass(frozen=True)
 class Divergence(TaughtLoss):
-    """KL(p || q) of distributions at a temperature."""
+    """KL divergence KL(p || q) at a temperature."""
 
     line = "distillation: KL divergence to the trunk's distribution"
 
@@ -82,7 +82,7 @@ class Divergence(TaughtLoss):
 
 @dataclass(frozen=True)
 class OfOverlap:
-    """A loss as a function of the overlap and, where it reads it, of kd.
+    """A loss as a function of the overlap and, optionally, of kd.
 
     Attributes:
         value_N: the loss.
@@ -97,10 +97,10 @@ class OfOverlap:
 
 @dataclass(frozen=True)
 class OverlapLoss(TaughtLoss):
-    """Common part of the losses of the overlap, which read the trunk's distribution over all tokens.
+    """Base class of the losses of the overlap. They read the trunk's distribution over all tokens.
 
     Attributes:
-        reads_divergence: it is a function of kd, too.
+        reads_divergence: whether the loss also depends on kd.
     """
 
     needs_whole_teacher = True
@@ -109,7 +109,7 @@ class OverlapLoss(TaughtLoss):
 
     @abstractmethod
     def of_overlap(self, log_overlap_N: Tensor, divergence_N: Tensor | None) -> OfOverlap:
-        """The loss, given log a, and kd where it reads that."""
+        """Compute the loss from log a, and from kd if `reads_divergence`."""
 
     @override
     def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ class OverlapLoss(TaughtLoss):
 
 @dataclass(frozen=True)
 class TotalVariation(OverlapLoss):
-    """The probability that a draft from q is rejected."""
+    """Probability that a draft token sampled from q is rejected."""
 
     line = "distillation by total variation, the rejection rate of sampled drafts"
 
@@ -142,7 +142,7 @@ class TotalVariation(OverlapLoss):
 
 @dataclass(frozen=True)
 class NegativeLogOverlap(OverlapLoss):
-    """Minus the logarithm of the probability that a draft from q is accepted."""
+    """Negative logarithm of the probability that a draft token sampled from q is accepted."""
 
     line = "negative log acceptance rate of sampled drafts"
 
@@ -153,7 +153,7 @@ class NegativeLogOverlap(OverlapLoss):
 
 @dataclass(frozen=True)
 class AdaptiveDivergence(OverlapLoss):
-    """From kd to tv, the more of them the higher the overlap is."""
+    """Blend of kd and tv that moves toward tv as the overlap grows."""
 
     line = "kd where few sampled drafts are accepted, tv where many are"
     reads_divergence = True
@@ -175,7 +175,7 @@ class AdaptiveDivergence(OverlapLoss):
 
 @dataclass(frozen=True)
 class AcceptedLength(NegativeLogOverlap):
-    """Sampled drafts up to every depth that are not all accepted; a depth's own number in logs is that of tv."""
+    """Probability that sampled drafts up to each depth are not all accepted. Logs show each depth's own tv."""
 
     line = "expected accepted length of all MTP layers together, for sampled drafts"
     couples_depths = True
@@ -188,7 +188,7 @@ class AcceptedLength(NegativeLogOverlap):
 
 
 def _negative_log_(chunk: Chunk, temperature: float) -> tuple[Tensor, Tensor]:
-    """log a, [N], and g, the gradient of -log a by the depth's logits; both logits are overwritten."""
+    """Return log a, [N], and g, the gradient of -log a by the depth's logits; overwrite both logits."""
     vocabulary = chunk.vocabulary
     assert chunk.teacher_NV is not None
     logits = chunk.logits_NV.div_(temperature), chunk.teacher_NV.div_(temperature)

@@ -1,26 +1,26 @@
-"""Head and loss together, in chunks of tokens: all logits are never in memory at once.
+"""Output layer and loss together, in chunks of tokens: the logits of all tokens are never in memory at once.
 
-In:  hidden states, the head's weight, and the targets of every position.
+In:  hidden states, the output layer's weight, and the targets of every position.
 Out: one weighted sum of losses.
 
-The weights of all positions are known in the forward pass, and the sum reaches the total loss through one factor, the
-upstream gradient. So the gradients are computed in the forward pass, while a chunk's logits are in memory, and the
-backward pass scales them. A chunk costs three matrix products, as a head with all logits does. The memory is
+The weights of all positions are known in the forward pass, and the sum enters the total loss with one factor, the
+upstream gradient. So the forward pass computes the gradients while a chunk's logits are in memory, and the backward
+pass scales them. A chunk costs three matrix products, the same as an output layer with all logits. Memory:
 
     one chunk of logits + hidden gradients [N, H] + the smaller one of [V, H] in float32 and [N, V]
 
-The last is kept for the weight gradient (weight_gradient.py); a frozen head needs neither, and one product less. A head
-with all logits holds both at once.
+The last term is kept for the weight gradient (weight_gradient.py). A frozen output layer needs neither, and one product
+less. An output layer with all logits holds both at once.
 
-All depths are one sequence of rows, position by position and depth by depth within a position, and a chunk has whole
-positions. So a loss can couple the depths of a position. And the trunk's logits are made once for all depths: depth d
-at position i learns from the trunk's state at i + d, as depth d - 1 does at i + 1.
+All depths form one sequence of rows, ordered by position, then by depth, and a chunk has whole positions. So a loss can
+couple the depths of a position, and the trunk's logits are computed once for all depths: depth d at position i learns
+from the trunk's state at i + d, as does depth d - 1 at i + 1.
 
     D = 3, a chunk of the positions 4 and 5       row of depth     1  2  3  1  2  3
                                                   the trunk's at   5  6  7  6  7  8     four rows of logits for six
 
-Letters in names: N rows (positions times depths; positions of one depth in what `linear_loss` takes), H hidden, V this
-rank's slice of the vocabulary, D depths, T states of the trunk. Positions may have several dimensions, as [B, S].
+Letters in names: N rows (positions times depths; positions of one depth in the arguments of `linear_loss`), H hidden, V
+this rank's slice of the vocabulary, D depths, T states of the trunk. Positions may have several dimensions, as [B, S].
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,26 +46,29 @@ from megatron_mtp.losses.weight_gradient import (
 from megatron_mtp.model.vocabulary import Vocabulary
 
 FLOAT16_GRADIENT = 2.0**8
-"""The size to which the largest gradient of a float16 logit is scaled in the forward pass, before Megatron's loss scale
-applies: unscaled gradients of unlikely tokens would be smaller than float16's smallest number. Hidden gradients,
-which are sums over V, need the range above."""
+"""Target size of the largest gradient of a float16 logit in the forward pass, before Megatron's loss scale applies:
+unscaled gradients of unlikely tokens would be smaller than float16's smallest number. Hidden gradients, which are sums
+over V, need the range above.
+"""
 
 ENTRIES = 512
-"""Logits of a position that one product makes on a CPU: the library first copies the weight into an order of its own,
-and what it copies then stays in a core's cache. With 64 to 128 positions that takes a seventh less time."""
+"""Logits of a position that one product computes on a CPU. The library first copies the weight into its own layout, and
+the copy then stays in a core's cache. With 64 to 128 positions that takes a seventh less time.
+"""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The targets of all depths.
+    """Targets of all depths.
 
     Attributes:
-        labels_DN: tokens; of a draft vocabulary their numbers in it.
-        mask_DN: float, the weight of each position in the depth's sum; 0 leaves it out.
-        scale_D: the weight of the depth's sum in the total.
-        taught_DN: which of the teacher's states has the soft labels, if the loss needs a teacher; best on the host.
-        overlap_DN: where the loss writes the rate at which sampled drafts are accepted, which it then must know.
-        likeliest_DNC: where the tokens with the largest logits are written, the largest first.
+        labels_DN: tokens; with a draft vocabulary, their indices in it.
+        mask_DN: float weight of each position in the sum of its depth; 0 leaves it out.
+        scale_D: weight of each depth's sum in the total.
+        taught_DN: index of the teacher state with the soft labels of each row, if the loss needs a teacher; preferably
+            on the host.
+        overlap_DN: output: acceptance rate of sampled drafts; only for losses that compute it.
+        likeliest_DNC: output: the tokens with the largest logits, largest first.
     """
 
     labels_DN: Tensor
@@ -78,7 +81,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Teacher:
-    """The trunk's states whose logits are the soft labels, and the head for them; None for the depths' own."""
+    """Trunk states whose logits are the soft labels, and their output layer; None for the MTP layers' own."""
 
     states_TH: Tensor
     weight_VH: Tensor | None = None
@@ -94,22 +97,23 @@ def linear_loss(
     main_grad: bool = False,
     bias_VR: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """sum_d scale_d sum_d, to be trained on, and the depths' own masked sums [D], to be logged.
+    """Compute sum_d scale_d sum_d, to train on, and the masked sum [D] of each depth, to log.
 
-    A loss that couples depths makes its own total of the scales and the depths at a position (`TokenLoss.joined`).
+    A loss that couples depths computes its own total from the scales and the depths at a position (`TokenLoss.joined`).
 
     Args:
-        token_loss: the loss of every chunk.
-        hidden: states of every depth, [N, H]. Every tensor-parallel rank has all positions, and computes the part of
-            their gradients that its slice gives (Megatron's copy or gather into the tensor-parallel region adds them).
-        targets: of the same positions; where the loss couples depths, with the same masks at all of them. Positions
-            that follow each other share most of the trunk's logits, so those of a sequence belong side by side.
-        weight_VH: this rank's slice of the head.
-        vocabulary: what its rows stand for.
-        teacher: needed where the loss needs one.
-        main_grad: the weight's gradient may be added to Megatron's `main_grad`, and autograd gets none. Some other
-            loss of the same backward pass has to give the weight one: with `--overlap-grad-reduce` DDP asks for it.
-        bias_VR: further columns of the weight, where states are [N, H + R]; the teacher's do not have them.
+        token_loss: the loss to compute for every chunk.
+        hidden: hidden states of each depth, [N, H]. Every tensor-parallel rank has all positions and computes the part
+            of their gradients that comes from its vocabulary slice (Megatron's copy or gather into the tensor-parallel
+            region adds the parts).
+        targets: targets of the same positions. If the loss couples depths, all depths must have the same mask.
+            Consecutive positions share most of the trunk's logits, so keep those of a sequence together.
+        weight_VH: this rank's slice of the output layer.
+        vocabulary: meaning of the rows of `weight_VH`.
+        teacher: required if the loss needs a teacher.
+        main_grad: add the weight gradient to Megatron's `main_grad` and give autograd none. Another loss of the same
+            backward pass must then provide a gradient: with `--overlap-grad-reduce`, DDP waits for it.
+        bias_VR: additional columns of the weight, for states of [N, H + R]. The teacher's states do not have them.
     """
     dims = hidden[0].dim() - 1
     states = [each.to(weight_VH.dtype) for each in hidden]
@@ -127,7 +131,10 @@ def linear_loss(
 
 
 class _LinearLoss(torch.autograd.Function):
-    """Forward: losses, and the gradients of their sum. Backward: these, times the upstream gradient."""
+    """Autograd function. Forward: losses, and the gradients of their sum.
+
+    Backward: these, times the upstream gradient.
+    """
 
     @staticmethod
     def forward(
@@ -193,7 +200,7 @@ class _Head:
         states_grad_NH: Tensor | None,
         gradient_NV: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The total, and the masked sums of the depths [D].
+        """Return the total, and the masked sums of the depths [D].
 
         Gradients of the total, times `lift`, are written to those that are given.
 
@@ -249,7 +256,7 @@ class _Head:
         overlap_N: Tensor | None,
         by_kernel: bool,
     ) -> Tensor:
-        """[1 + D], a chunk's part of the total and its masked sums; the product is overwritten with the gradient."""
+        """Return a chunk's part of the total and its masked sums, [1 + D]; overwrite the product with the gradient."""
         if by_kernel:
             given = triton_chunk.Products(
                 product_NV,
@@ -277,7 +284,7 @@ class _Head:
         scale_D: Tensor,
         overlap_N: Tensor | None,
     ) -> Tensor:
-        """Losses of a chunk, block by block; the product is overwritten with the gradient."""
+        """Return losses of a chunk, block by block; overwrite the product with the gradient."""
         vocabulary, depths, losses = self.vocabulary, len(scale_D), []
         positions, entries = product_NV.shape
         as_one = product_NV.is_cuda or vocabulary.ranks > 1
@@ -300,21 +307,21 @@ def has_kernel(token_loss: TokenLoss, weight_VH: Tensor, vocabulary: Vocabulary)
 
 
 def _lift(scale_D: Tensor, vocabulary: Vocabulary, dtype: torch.dtype) -> Tensor | float:
-    """The factor that gradients have in the forward pass; the backward pass divides by it in float32."""
+    """Return the factor of gradients in the forward pass; the backward pass divides by it in float32."""
     if dtype != torch.float16:
         return 1.0
     return FLOAT16_GRADIENT / (scale_D.max() * vocabulary.logit_scale).clamp(min=1e-30)
 
 
 def _in_turn(values_DN: Tensor) -> Tensor:
-    """[N * D]: the depths of a position one behind the other."""
+    """Return [N * D]: the depths of a position are consecutive."""
     return values_DN.movedim(0, -1).flatten()
 
 
 class _Products:
-    """A head's products with chunks of states, in the rows of `kept_NV`, or all in the same memory.
+    """Products of a head with chunks of states, in the rows of `kept_NV`, or all in the same memory.
 
-    Memory that is asked for anew is handed out page by page, which took a CPU a tenth of the loss's time.
+    Newly allocated memory is mapped page by page, which took a CPU a tenth of the loss's time.
     """
 
     def __init__(self, weight_VH: Tensor, kept_NV: Tensor | None = None) -> None:
@@ -322,7 +329,7 @@ class _Products:
         self._memory_NV = weight_VH.new_empty(0, len(weight_VH))
 
     def of(self, states_NH: Tensor, chunk: slice) -> Tensor:
-        """[N, V] of the chunk's states."""
+        """Return the product [N, V] of the chunk's states."""
         states_NH, weight_VH = states_NH.to(self.weight_VH.dtype), self.weight_VH
         if self.kept_NV is None and len(self._memory_NV) < len(states_NH):
             self._memory_NV = weight_VH.new_empty(len(states_NH), len(weight_VH))
@@ -336,18 +343,18 @@ class _Products:
 
 @dataclass(frozen=True)
 class _SoftLabels:
-    """The trunk's products that a chunk's rows are taught by, each once, and which of them a row has."""
+    """Products of the trunk that serve as soft labels of a chunk's rows, each once, and the index of each row."""
 
     product_TV: Tensor
     row_N: Tensor
 
     def of(self, rows: slice) -> Tensor:
-        """[N, V] of these rows, which may be overwritten."""
+        """Return soft labels [N, V] of these rows, which may be overwritten."""
         return self.product_TV[self.row_N[rows]]
 
 
 class _Taught:
-    """The soft labels of all chunks."""
+    """Soft labels of all chunks."""
 
     def __init__(self, teacher: Teacher, targets: Targets) -> None:
         assert targets.taught_DN is not None
@@ -357,7 +364,7 @@ class _Taught:
         self._taught_N = _in_turn(targets.taught_DN).cpu()
 
     def labels(self, cut: list[slice]) -> Iterator[_SoftLabels]:
-        """The soft labels of the rows of one chunk after the other.
+        """Yield soft labels of the rows, one chunk after the other.
 
         What is read of the states is found on the host for all chunks, and copied at once.
         """
@@ -370,7 +377,7 @@ class _Taught:
 
 
 def _logits(product_NV: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Logits in float32 at least, in the product's memory if it has that type; padding gets no probability."""
+    """Return logits in at least float32, in the product's memory if it has that type; padding gets no probability."""
     logits_NV = product_NV.to(torch.promote_types(product_NV.dtype, torch.float32))
     if vocabulary.logit_scale != 1:
         logits_NV.mul_(vocabulary.logit_scale)
@@ -383,42 +390,44 @@ def _logits(product_NV: Tensor, vocabulary: Vocabulary) -> Tensor:
 # that all ranks walk over the same chunks.
 
 CHUNK_BYTES = 64 * 2**20
-"""Float32 logits of one chunk on a CPU; more gains nothing."""
+"""Bytes of float32 logits of one chunk on a CPU; a larger chunk is not faster."""
 
 CHUNK_BYTES_CUDA = 2**30
-"""On a GPU a product has to be large enough to fill the card. With half as much, `ce` of 131,072 entries takes an H200
-a seventh more time, and no less memory: the gradient of the head needs more."""
+"""Bytes of float32 logits of one chunk on a GPU, where a product must be large enough to fill the card. With half as
+much, `ce` of 131,072 entries takes an H200 a seventh more time and no less memory: the gradient of the head needs more.
+"""
 
 LEAST_POSITIONS = 256
-"""Positions of a chunk, whatever their logits need: with half as many, products are a tenth slower."""
+"""Fewest positions of a chunk, however much memory their logits need: with half as many, products are a tenth slower.
+"""
 
 BLOCK_BYTES = 2**20
-"""The part of a chunk that a CPU hands to the loss at once: its passes over the logits then run in a core's own cache,
-3 to 6 times as fast as over the whole chunk. Not where several ranks share the vocabulary: every block has
-collectives."""
+"""Part of a chunk that a CPU hands to the loss at once. Its passes over the logits then stay in a core's own cache, 3
+to 6 times as fast as over the whole chunk. Not used if several ranks share the vocabulary: every block has collectives.
+"""
 
 
 def chunks(positions: int, entries: int, is_cuda: bool, most: int | None = None, together: int = 1) -> Iterator[slice]:
-    """Slices of all positions, each with at most a chunk of float32 logits, or `LEAST_POSITIONS`.
+    """Cut all positions into slices, each with at most one chunk of float32 logits, but at least `LEAST_POSITIONS`.
 
     Args:
-        positions: all of them.
-        entries: the logits of a position.
-        is_cuda: whether they are on a GPU.
-        most: positions of a slice, whatever their logits need.
-        together: so many in a row are not cut apart.
+        positions: number of positions.
+        entries: logits per position.
+        is_cuda: whether the logits are on a GPU.
+        most: maximum number of positions per slice, whatever the size of their logits.
+        together: group size that must not be split.
     """
     at_once = max((CHUNK_BYTES_CUDA if is_cuda else CHUNK_BYTES) // (4 * entries), LEAST_POSITIONS)
     return _slices(positions, at_once if most is None else min(at_once, most), together)
 
 
 def blocks(positions: int, entries: int, as_one: bool, together: int = 1) -> Iterator[slice]:
-    """The positions of a chunk, cut into blocks; `as_one` leaves them whole."""
+    """Cut the positions of a chunk into blocks; with `as_one`, keep them whole."""
     return _slices(positions, positions if as_one else BLOCK_BYTES // (4 * entries), together)
 
 
 def _slices(positions: int, at_once: int, together: int) -> Iterator[slice]:
-    """At least one position each, or as many as belong together."""
+    """Return slices of at least one position each, or of as many as belong together."""
     at_once = max(1, at_once // together) * together
     for start in range(0, positions, at_once):
         yield slice(start, min(start + at_once, positions))

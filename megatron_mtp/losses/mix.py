@@ -1,4 +1,4 @@
-"""A weighted sum of other losses of the table.
+"""Weighted sum of other losses of the table.
 
 Letters in names: N positions, V this rank's slice of the vocabulary.
 """
@@ -14,12 +14,12 @@ from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 from megatron_mtp.spec.config import MTPConfig, are_weights, number_of
 
 UNNAMED = ("ce", "kd", "tv")
-"""The losses that numbers without names weigh."""
+"""Losses that a list of weights without names refers to."""
 
 
 @dataclass(frozen=True)
 class Mix(TokenLoss):
-    """The weighted sum of `parts`; it needs a teacher where one of them does."""
+    """Weighted sum of the losses `parts`. It needs a teacher if any of them does."""
 
     line = "weighted sum of other losses (--mtp-loss-mix)"
     parts: tuple[tuple[float, TokenLoss], ...]
@@ -57,10 +57,10 @@ class Mix(TokenLoss):
 
 
 def mix_weights(given: str | None) -> dict[str, float]:
-    """Weights by the names of losses: 'ce=0.5,tv=0.5', or three numbers for ce, kd and tv, '0.2,0.4,0.4'.
+    """Parse weights by loss name: 'ce=0.5,tv=0.5', or three numbers for ce, kd and tv, '0.2,0.4,0.4'.
 
     Raises:
-        ValueError: there is no such loss, or the weights are not numbers of 0 or more with one above 0.
+        ValueError: there is no such loss, or the weights are negative or all 0.
     """
     words = (given or "").split(",")
     if len(words) == len(UNNAMED) and not any("=" in word for word in words):

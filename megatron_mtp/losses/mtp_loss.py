@@ -1,11 +1,11 @@
-"""The loss of MTP layers in a training loop that is not Megatron's: fine-tuning, and RL trainers whose policy has MTP.
+"""MTP loss for custom training loops: fine-tuning, and RL trainers whose policy has MTP layers.
 
     logits_BSV, hidden_SBH = model(tokens_BS, position_ids_BS, mask, output_processor=logits_and_states)
     loss = policy_loss(logits_BSV, ...) + 0.1 * mtp_loss(hidden_SBH.detach(), model, tokens_BS, None, mask_BS).loss
 
-The first call is the forward of the loop, in any layout and in Megatron's schedules; without a policy loss
-`trunk_states` does it. Rows of several documents, as trainers pack rollouts, have `packed_seq_params` in both calls, or
-`document_BS`: trunk and MTP layers then attend within documents, and a row computes what its documents compute
+The first line is the loop's own forward pass, under any parallel layout and in Megatron's schedules. Without a policy
+loss, `trunk_states` does the forward pass. For rows with several packed documents, pass `packed_seq_params` to both
+calls, or `document_BS`: trunk and MTP layers then attend within documents, and a row computes the same as its documents
 one by one.
 
 Letters in names: S sequence, B batch, H hidden, D depths, V this rank's slice of the vocabulary.
@@ -44,15 +44,15 @@ from megatron_mtp.spec.config import MTPConfig
 
 @dataclass(frozen=True)
 class MTPLoss:
-    """The MTP layers' loss of a batch.
+    """MTP loss of a batch.
 
     Attributes:
-        loss: (1 / D) sum_d w_d mean_d, to be weighted with lambda and trained on; of e2e_tv the mean over positions.
-            With a normalizer it has the sums divided by it in the place of the means. Under context parallelism it is
-            this rank's part, and the parts add up to the loss.
-        depth_means: [D], the mean loss of every depth over its own unmasked tokens, of all context-parallel ranks.
-        heads: of heads that `attach` has put on the model: the loss of each by its name; `loss` is their weighted sum,
-            and `depth_means` are those of the first.
+        loss: (1 / D) sum_d w_d mean_d. Multiply by lambda and add it to the training loss. For e2e_tv, the mean over
+            positions. With a normalizer, sums divided by the normalizer replace the means. Under context parallelism,
+            this rank's part; the parts add up to the loss.
+        depth_means: [D], mean loss of each depth over its unmasked tokens on all context-parallel ranks.
+        heads: losses by name of the heads that `attach` has added to the model. `loss` is then their weighted sum, and
+            `depth_means` are those of the first one.
     """
 
     loss: Tensor
@@ -60,14 +60,16 @@ class MTPLoss:
     heads: "Mapping[str, MTPLoss]" = field(default_factory=dict)
 
     def without_graph(self) -> "MTPLoss":
-        """The same numbers, for a log."""
+        """Return the same numbers detached, for logging."""
         return MTPLoss(
             self.loss.detach(), self.depth_means, {name: made.without_graph() for name, made in self.heads.items()}
         )
 
 
 def logits_and_states(stage: StageOutput) -> tuple[Tensor, Tensor]:
-    """For `output_processor` of a model's forward: its logits [B, S, V] and the states [S, B, H] for `mtp_loss`.
+    """Return logits [B, S, V] and the states [S, B, H] for `mtp_loss`.
+
+    Pass this as `output_processor` to a model's forward.
 
     The logits are bit by bit those of a forward without labels. Stages before the last one return what they always do.
     """
@@ -75,15 +77,16 @@ def logits_and_states(stage: StageOutput) -> tuple[Tensor, Tensor]:
 
 
 def trunk_states(model: torch.nn.Module, tokens_BS: Tensor, document_BS: Tensor | None = None) -> Tensor:
-    """The trunk's hidden states after its final norm, [S, B, H], with their graph.
+    """Compute the trunk's hidden states after its final norm, [S, B, H], with gradients.
 
     Args:
-        model: of one pipeline stage; wrapped or not.
+        model: model with one pipeline stage; wrapped or not.
         tokens_BS: whole sequences; a context-parallel rank computes its part of them.
         document_BS: as in `mtp_loss`.
 
     Raises:
-        ValueError: sequence parallelism cuts several rows with documents, or the model has several stages.
+        ValueError: sequence parallelism is used with several rows of documents, or the model has several pipeline
+            stages.
     """
     trunk = unwrap_model(model)
     if not (trunk.pre_process and trunk.post_process):
@@ -116,30 +119,30 @@ def mtp_loss(
     packed_seq_params: PackedSeqParams | None = None,
     normalizer: Tensor | float | None = None,
 ) -> MTPLoss:
-    """The loss of the model's MTP layers on the trunk's hidden states.
+    """Compute the loss of the model's MTP layers from the trunk's hidden states.
 
     Args:
-        hidden_SBH: from `logits_and_states` or `trunk_states`, as this rank has them. Detached, they keep the MTP
-            layers' loss out of the whole trunk, its embedding and head too; so does `mtp_train_only` in the settings.
-            Then the trunk's gradients are bit by bit those of a step without this call.
+        hidden_SBH: this rank's output of `logits_and_states` or `trunk_states`. If detached, the MTP loss does not
+            reach the trunk, including its embedding and output layer; `mtp_train_only` in the settings does the same.
+            The trunk's gradients are then bit-identical to those of a step without this call.
         model: the last pipeline stage, wrapped or not.
-        tokens_BS: what the trunk saw, whole sequences under context parallelism too. What depends on a token below 0,
-            such as the placeholder of an image, is not learned.
-        labels_BS: t_{i+1} at position i, as the trunk has them; one below 0, such as -100, counts as masked. The MTP
-            layers' are shifted here. None for the next tokens of `tokens_BS`.
-        loss_mask_BS: 1 where the label counts, such as the answer of a prompt or the tokens of a rollout.
+        tokens_BS: input tokens of the trunk, whole sequences even under context parallelism. Targets that depend on a
+            token below 0, such as an image placeholder, are not learned.
+        labels_BS: t_{i+1} at position i, as for the trunk. A label below 0, such as -100, is masked. Labels of the MTP
+            layers are shifted here. None for the next tokens of `tokens_BS`.
+        loss_mask_BS: 1 where the label counts, for example in the response to a prompt.
         settings: loss, temperature and weights of the MTP layers; cross-entropy by default. The soft labels of kd and
-            tv are the trunk's own, without a gradient. A draft vocabulary is the model's own, whatever they say.
-        document_BS: a number for every position, equal within a document, where a row has several; -1 on padding.
-        packed_seq_params: the forward's own, of one row, in the place of `document_BS`.
-        normalizer: divides the sum of every depth, so that microbatches and ranks add up: the tokens of a global batch,
-            or a tensor that broadcasts to [B, S], such as every sequence's length times the number of sequences. None
-            for each depth's own unmasked tokens in this call.
+            tv come from the trunk, without gradient. The draft vocabulary is always the model's.
+        document_BS: document number of each position, for rows with several documents; -1 on padding.
+        packed_seq_params: the argument of the model's forward, with one row; an alternative to `document_BS`.
+        normalizer: divisor of each depth's sum, so that microbatches and ranks add up: the tokens of a global batch, or
+            a tensor that broadcasts to [B, S], such as each sequence's length times the number of sequences. None for
+            each depth's number of unmasked tokens in this call.
 
     Raises:
-        ValueError: the stage has no MTP layers, shapes differ, a label on the CPU is a row that pads the vocabulary,
-            there is no such loss, hidden states are to be mixed, or sequence parallelism cuts several rows with
-            documents.
+        ValueError: the stage has no MTP layers, shapes differ, a label on the CPU is a padding row of the vocabulary,
+            there is no such loss, the settings ask for hidden-state mixing, or sequence parallelism is used with
+            several rows of documents.
     """
     trunk = unwrap_model(model)
     settings = settings or MTPConfig()
@@ -155,11 +158,11 @@ def mtp_loss(
 
 @dataclass(frozen=True)
 class Batch:
-    """Whole sequences, under context parallelism too; the fields are arguments of `mtp_loss`.
+    """Whole sequences, even under context parallelism. The fields are arguments of `mtp_loss`.
 
     Attributes:
-        mask_at_tokens: whether the mask of a batch without labels stands at the tokens that count; else where the
-            label is one that counts.
+        mask_at_tokens: for a batch without labels, whether the mask refers to the tokens that count rather than to
+            positions whose label counts.
 
     Raises:
         ValueError: shapes differ.
@@ -185,10 +188,10 @@ class Batch:
 def loss_of_stage(
     stage: Attachment, head: DraftHead, hidden_SBH: Tensor, batch: Batch, settings: MTPConfig, step: int = 0
 ) -> MTPLoss:
-    """`mtp_loss` of a head; the documents of a batch only end the shifts, unless the batch is packed.
+    """Compute `mtp_loss` of one head. Documents only end the shifts, unless the batch is packed.
 
     Args:
-        step: a number that is the same on all ranks, by which blocks of a drafter and states that are mixed are drawn.
+        step: number that is the same on all ranks; seeds the draws of drafter blocks and of mixed hidden states.
     """
     tokens_BS, labels_BS, loss_mask_BS = batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS
     document_BS, packed, normalizer = batch.document_BS, batch.packed, batch.normalizer
@@ -218,11 +221,11 @@ def loss_of_stage(
 
 
 def _loss(stage: Attachment, settings: MTPConfig, hidden_SBH: Tensor, drafted: Drafted, is_normalized: bool) -> MTPLoss:
-    """The loss of the MTP layers; the mask of the batch is divided by the normalizer already, if there is one."""
+    """Return the loss of the MTP layers; the mask is already divided by the normalizer, if there is one."""
     loss, group = depth_loss(settings), stage.pg_collection.cp
     weights = depth_weights(settings, len(drafted.batch.labels_DBS), 1.0, loss)
     share = settings.kind.base_share if settings.kind is not None else None
-    halfway = 0.0 if share is None else share(0.5)  # a loop of one's own says nothing of its length
+    halfway = 0.0 if share is None else share(0.5)  # a user's own loop does not give its length
     objective = HeadObjective(weights, group, loss, per_token=is_normalized, base_share=halfway)
     made = objective(hidden_SBH, drafted)
     total, sums = made.loss, made.depths
@@ -248,7 +251,7 @@ def _check_stage(trunk: Any, settings: MTPConfig) -> None:
 
 
 def _check_states(stage: Attachment, hidden_SBH: Tensor, tokens_BS: Tensor, positions: int) -> None:
-    """Refuse tokens of another forward; `positions` of them are this context-parallel rank's."""
+    """Refuse tokens of another forward pass; `positions` of them are this context-parallel rank's."""
     ranks = stage.pg_collection.tp.size() if stage.config.sequence_parallel else 1
     if hidden_SBH.shape[:2] != (positions // ranks, len(tokens_BS)):
         raise ValueError(
@@ -272,7 +275,7 @@ def _check_labels(labels_BS: Tensor, loss_mask_BS: Tensor, vocab_size: int | Non
 
 
 def _joined(batch: Batch, cuts_rows: bool) -> Batch:
-    """Join all rows into one, which is packed."""
+    """Join all rows into one packed row."""
     assert batch.document_BS is not None
     packed, normalizer = packed_rows(batch.document_BS, cuts_rows), batch.normalizer
     if isinstance(normalizer, Tensor):
@@ -285,7 +288,10 @@ def _joined(batch: Batch, cuts_rows: bool) -> Batch:
 
 
 def packed_rows(document_BS: Tensor, cuts_rows: bool) -> PackedSeqParams:
-    """Megatron's description of the documents, all rows joined to one; `cuts_rows` is sequence parallelism."""
+    """Return Megatron's `packed_seq_params` for the documents, with all rows joined.
+
+    `cuts_rows` is sequence parallelism.
+    """
     if cuts_rows and len(document_BS) > 1:
         raise ValueError(
             f"document_BS has {len(document_BS)} rows, which sequence parallelism cuts; join them to one row."
@@ -298,13 +304,13 @@ def packed_rows(document_BS: Tensor, cuts_rows: bool) -> PackedSeqParams:
 
 
 def _apart(document_BS: Tensor) -> Tensor:
-    """Numbers of documents that differ between rows too."""
+    """Return document numbers that also differ between rows."""
     first_B1 = (document_BS.max() + 1) * torch.arange(len(document_BS), device=document_BS.device).unsqueeze(1)
     return torch.where(document_BS == NO_DOCUMENT, document_BS, document_BS + first_B1)
 
 
 def _documents(packed: PackedSeqParams, tokens_BS: Tensor) -> Tensor:
-    """The document of every position of the one row, [1, S]."""
+    """Return the document of every position of the one row, [1, S]."""
     if len(tokens_BS) != 1:
         raise ValueError(f"packed_seq_params was given with {len(tokens_BS)} rows of tokens; join them to one row.")
     padded = packed.cu_seqlens_q_padded
@@ -313,12 +319,12 @@ def _documents(packed: PackedSeqParams, tokens_BS: Tensor) -> Tensor:
 
 
 def own_positions(group: ProcessGroup, length: int, packed: PackedSeqParams | None) -> Tensor:
-    """The positions that this context-parallel rank holds, [S], on the host, in the order of Megatron's cuts."""
+    """Return the positions that this context-parallel rank holds, [S], on the host, in Megatron's order."""
     return positions_of_group(group, length, packed)[group.rank()]
 
 
 def positions_of_group(group: ProcessGroup, length: int, packed: PackedSeqParams | None) -> Tensor:
-    """The positions of every rank of the group, [R, S]."""
+    """Return the positions of every rank of the group, [R, S]."""
     if group.size() == 1:
         return torch.arange(length).unsqueeze(0)
     offsets = torch.tensor([0, length]) if packed is None else bounds_of(packed)

@@ -1,8 +1,8 @@
-"""The training objective: from the trunk's and the depths' hidden states to one scalar, and to acceptance.
+"""Training objective: computes one scalar loss, and acceptance, from the hidden states of the trunk and MTP layers.
 
-Masks, lambda, weights and normalizer are here alone.
+Masks, lambda, weights and normalizers are applied only here.
 
-Letters in names: D depths, S sequence, B batch, H hidden, T rows of [S, B] or positions of this rank and copies from
+Letters in names: D depths, S sequence, B batch, H hidden, T rows of [S, B], or positions of this rank and copies from
 other ranks; where acceptance is counted, V this rank's slice of the vocabulary, C positions of a chunk, L the later
 positions that they need.
 """
@@ -31,12 +31,12 @@ from megatron_mtp.spec.head import blocks_of
 
 @dataclass(frozen=True)
 class LossSum:
-    """Scalars on the device.
+    """A masked loss sum, as scalars on the device.
 
     Attributes:
-        total: the masked sum of losses.
-        tokens: its unmasked tokens.
-        whole_tokens: tokens of the whole microbatch; this may be a context-parallel rank's part of it.
+        total: masked sum of losses.
+        tokens: number of unmasked tokens.
+        whole_tokens: tokens of the whole microbatch; `tokens` may be a context-parallel rank's part of them.
     """
 
     total: Tensor
@@ -44,7 +44,7 @@ class LossSum:
     whole_tokens: Tensor
 
     def report(self) -> Tensor:
-        """[2], float: total and tokens, which Megatron's logs add over microbatches and ranks, and then divide.
+        """Return total and tokens, [2], float. Megatron's logging sums them over microbatches and ranks, then divides.
 
         A tiny number replaces a count of 0, so that a depth without tokens logs 0 and not NaN; the metrics
         name such a depth.
@@ -54,13 +54,13 @@ class LossSum:
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """What an objective makes of a draft head.
+    """Result of the objective for the MTP layers or a drafter.
 
     Attributes:
-        loss: its part of the scalar that goes to Megatron's schedule.
-        depths: of depth 1 .. D.
-        acceptance: counts [4, D] of `count_acceptance`, where they were asked for.
-        documents: numbers [N] of the documents in the corpus, and their counts [N, 4, D], where the batch has them.
+        loss: its part of the scalar that Megatron's schedule gets.
+        depths: loss sums of depths 1 .. D.
+        acceptance: counts [4, D] from `count_acceptance`, if requested.
+        documents: numbers [N] of the documents in the corpus and their counts [N, 4, D], if the batch has them.
     """
 
     loss: Tensor
@@ -71,12 +71,12 @@ class HeadOutput:
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """The model's output on the last stage.
+    """Output of the model on the last pipeline stage.
 
     Attributes:
-        loss: the scalar that goes to Megatron's schedule, before its division by tokens.
-        main: the trunk's loss sum.
-        heads: of every draft head.
+        loss: the scalar for Megatron's schedule, before division by the number of tokens.
+        main: loss sum of the trunk.
+        heads: results of the MTP layers and drafters.
     """
 
     loss: Tensor
@@ -86,13 +86,14 @@ class ObjectiveOutput:
 
 @dataclass(frozen=True)
 class NextTokensObjective:
-    """Cross-entropy of the trunk, and the objective of every draft head.
+    """Cross-entropy of the trunk plus the objectives of MTP layers and drafters.
 
     Attributes:
-        heads: of the model's draft heads, in their order.
-        linear_main: whether the trunk's loss is made in chunks, as the depths' are.
-        trains_trunk: whether the trunk's loss is part of the loss.
-        known_main: gives the trunk's loss of a microbatch, or calls what computes it; None to compute it.
+        heads: objectives, in the order of the model's heads.
+        linear_main: whether the trunk's loss is computed in chunks, as for the MTP layers.
+        trains_trunk: whether the trunk's loss is part of the total.
+        known_main: function that returns the cached trunk loss of a microbatch, or computes it; None to always compute
+            it.
     """
 
     heads: Sequence["HeadObjective"] = ()
@@ -101,7 +102,7 @@ class NextTokensObjective:
     known_main: Callable[[DepthBatch, Callable[[], LossSum]], LossSum] | None = None
 
     def __call__(self, stage: StageOutput) -> ObjectiveOutput:
-        """Called by the model, with the microbatch of every head."""
+        """Compute the loss. The model calls this with the microbatch of every head."""
         assert stage.batches is not None
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains_trunk):
             batch, computed = stage.batches[0], partial(self._main, stage.hidden_SBH, stage.head, stage.batches[0])
@@ -121,17 +122,17 @@ class NextTokensObjective:
 
 @dataclass(frozen=True)
 class HeadObjective:
-    """A loss of every depth of a draft head, and acceptance where it is to be measured.
+    """Loss of every depth of the MTP layers or a drafter, and acceptance if it is measured.
 
     Attributes:
-        depth_weights: of depth 1 .. D in the loss: lambda / D, times the depth's own weight.
-        cp_group: the context-parallel ranks that share every sequence.
-        depth_loss: of every depth.
+        depth_weights: loss weights of depths 1 .. D: lambda / D times the weight of the depth.
+        cp_group: context-parallel ranks that share every sequence.
+        depth_loss: the loss of every depth.
         per_token: whether `--calculate-per-token-loss` is on.
-        beside_main: whether the trunk's loss trains the output head in the same backward pass, and through autograd.
-        kept_positions: from the positions of a whole sequence to those that the depths are trained on; None for all.
-        measures_acceptance: whether to count it.
-        base_share: what the logits without the bias by tokens before have of the loss; those with it have the rest.
+        beside_main: whether the trunk's loss trains the output layer in the same backward pass through autograd.
+        kept_positions: function that selects the positions of a whole sequence to train on; None for all.
+        measures_acceptance: whether to count acceptance.
+        base_share: loss weight of the logits without the bias by previous tokens; the logits with it get the rest.
     """
 
     depth_weights: Sequence[float]
@@ -144,7 +145,7 @@ class HeadObjective:
     base_share: float = 0.0
 
     def __call__(self, hidden_SBH: Tensor, drafted: Drafted) -> HeadOutput:
-        """The part of a head: of the loss, its own sums, and acceptance; `hidden_SBH` is the trunk's."""
+        """Compute the loss of this head, its loss sums, and acceptance; `hidden_SBH` are the trunk's states."""
         later = self.later_positions(drafted.batch.positions_S, len(drafted.hidden), drafted.batch.blocks_A)
         drafted = replace(drafted, batch=drafted.batch.of_blocks())
         loss, depths = self.of_depths(hidden_SBH.detach(), drafted, later)
@@ -159,7 +160,7 @@ class HeadObjective:
     def later_positions(
         self, positions_S: Tensor, depths: int, chosen_A: Tensor | None = None
     ) -> LaterPositions | None:
-        """Places of the trunk's states of later positions; None where nothing compares with them."""
+        """Return the indices of the trunk's states at later positions; None if no loss compares with them."""
         if not (self.measures_acceptance or self.depth_loss.needs_teacher):
             return None
         return LaterPositions(positions_S, depths, self.cp_group, chosen_A)
@@ -167,10 +168,10 @@ class HeadObjective:
     def of_depths(
         self, trunk_SBH: Tensor, drafted: Drafted, later: LaterPositions | None
     ) -> tuple[Tensor, list[LossSum]]:
-        """The depths' part of the loss, and every depth's own sum for the logs; `trunk_SBH` is their teacher.
+        """Compute the loss part of all depths and each depth's sum for logging; `trunk_SBH` are the teacher's states.
 
-        A drafter's confidence learns the rate at which its sampled drafts are accepted, and a selector the label among
-        the likeliest tokens; the logs leave their losses out, and that of logits without a bias.
+        A drafter's confidence learns the acceptance rate of its sampled drafts, and a selector learns to choose the
+        label among the likeliest tokens. The logs do not include these losses, nor the loss of the logits without bias.
         """
         head, depth_hidden, confidence_DSB = drafted.head, drafted.hidden, drafted.confidence_DSB
         batch = self._counted(head, drafted.batch)
@@ -210,7 +211,7 @@ class HeadObjective:
         return total, sums
 
     def _counted(self, head: Head, batch: DepthBatch) -> DepthBatch:
-        """With labels as numbers in the draft vocabulary, and the masks of what counts.
+        """Convert labels to draft vocabulary indices, and compute the masks of counted positions.
 
         Labels outside of it count nowhere, unless there is a teacher. Where the loss couples depths, a position counts
         only if every depth does: no chain leaves its document.
@@ -226,7 +227,7 @@ class HeadObjective:
         return self._masked(batch, batch.loss_mask_DBS.float().amin(0).expand_as(mask_DBS))
 
     def _masked(self, batch: DepthBatch, mask_DBS: Tensor) -> DepthBatch:
-        """With other masks of the depths, counted over the whole microbatch."""
+        """Replace the masks of the depths, counted over the whole microbatch."""
         tokens_D = mask_DBS.float().sum((1, 2))
         torch.distributed.all_reduce(tokens_D, group=self.cp_group)
         whole_tokens = torch.cat([batch.whole_tokens[:1], tokens_D])
@@ -234,7 +235,7 @@ class HeadObjective:
 
     @torch.no_grad()
     def _teacher(self, trunk_SBH: Tensor, head: Head, later: LaterPositions | None) -> Teacher | None:
-        """The trunk's states, this rank's and those that it needs of others, row by row of [S, B]."""
+        """Return the trunk's states, of this rank and of other ranks as needed, row by row of [S, B]."""
         if later is None or not self.depth_loss.needs_teacher:
             return None
         states_TH = later.lookup(head.whole(trunk_SBH)).flatten(0, 1)
@@ -244,7 +245,7 @@ class HeadObjective:
 
 
 def _confidence_loss(confidence_DBS: Tensor, targets: Targets, overlap_DBS: Tensor) -> Tensor:
-    """Binary cross-entropy of the logits that drafts are accepted from the rates at which they are."""
+    """Return binary cross-entropy between logits of acceptance and the actual acceptance rates of drafts."""
     errors_DBS = binary_cross_entropy_with_logits(confidence_DBS.to(overlap_DBS), overlap_DBS, reduction="none")
     return ((errors_DBS * targets.mask_DN).sum((1, 2)) * targets.scale_D).sum()
 
@@ -268,17 +269,17 @@ def _chosen(values: Tensor, kept_S: Tensor | None, dim: int = -1) -> Tensor:
 
 
 def sum_losses(losses_BS: Tensor, mask_BS: Tensor, whole_tokens: Tensor) -> LossSum:
-    """The sum over unmasked positions; a masked position does not count, whatever its loss."""
+    """Sum losses over unmasked positions. Masked positions are ignored even if their loss is not finite."""
     mask_BS = mask_BS.float()
     counted_BS = losses_BS.float().masked_fill(mask_BS == 0, 0) * mask_BS
     return LossSum(counted_BS.sum(), mask_BS.sum(), whole_tokens)
 
 
 def depth_scales(whole_tokens: Tensor, weights: Sequence[float], per_token: bool) -> Tensor:
-    """The factors [D] of the depths' masked sums in the scalar that goes to Megatron's schedule.
+    """Return the factors [D] of the masked sums of the depths in the scalar for Megatron's schedule.
 
     Args:
-        whole_tokens: [1 + D], unmasked tokens of the trunk and of every depth in the whole microbatch.
+        whole_tokens: [1 + D], number of unmasked tokens of the trunk and of each depth in the whole microbatch.
         weights: w_1 .. w_D.
         per_token: whether `--calculate-per-token-loss` is on.
     """
@@ -292,7 +293,7 @@ def depth_scales(whole_tokens: Tensor, weights: Sequence[float], per_token: bool
 
 
 def scaling_factor(args: Namespace, settings: MTPConfig, step: int) -> float:
-    """lambda of this step: `--mtp-loss-scaling-factor` at first, `--mtp-loss-final-factor` in the end."""
+    """Return lambda of this step, scheduled from `--mtp-loss-scaling-factor` to `--mtp-loss-final-factor`."""
     first: float = args.mtp_loss_scaling_factor
     if settings.mtp_loss_schedule == "constant":
         return first
@@ -304,10 +305,10 @@ def scaling_factor(args: Namespace, settings: MTPConfig, step: int) -> float:
 def depth_weights(
     settings: MTPConfig, depths: int, factor: float, loss: TokenLoss | type[TokenLoss] = CrossEntropy
 ) -> list[float]:
-    """The weight of depth 1 .. D: lambda / D, times `--mtp-loss-weights`; `factor` is lambda.
+    """Return the loss weights of depths 1 .. D: lambda / D times `--mtp-loss-weights`; `factor` is lambda.
 
-    A drafter's loss is the sum over its steps, without the division by D. Of a loss that couples depths these are the
-    terms of one mean, so that all of them add to lambda.
+    A drafter's loss is the sum over its steps, without the division by D. For a loss that couples depths, these are the
+    terms of one mean, so they add up to lambda.
     """
     is_even = loss.weighs_depths and settings.mtp_loss_weights is None
     weights = [1.0] * depths if is_even else settings.loss_weights(depths)
@@ -316,14 +317,14 @@ def depth_weights(
 
 
 def with_draws(batch: DepthBatch, settings: MTPConfig, seed: tuple[int, int], positions: int) -> DepthBatch:
-    """A rank's part of a batch, with what a head draws in this step.
+    """Return a rank's part of a batch together with the random draws of this step.
 
-    These are the blocks that a block drafter is trained on, and in training with --mtp-hidden-state-mixing the states
-    that the MTP layers continue from.
+    The draws are the blocks that a block drafter is trained on and, in training with --mtp-hidden-state-mixing, the
+    states that the MTP layers continue from.
 
     Args:
         seed: (run, step).
-        positions: of a whole sequence.
+        positions: positions of a whole sequence.
     """
     if (blocks := blocks_of(settings.kind, vars(settings))) is not None:
         batch = with_blocks(batch, blocks, seed, positions)
@@ -333,9 +334,9 @@ def with_draws(batch: DepthBatch, settings: MTPConfig, seed: tuple[int, int], po
 
 
 def kept_positions(fraction: float, seed: tuple[int, int], positions: int) -> Tensor | None:
-    """Positions of whole sequences that the depths are trained on; None for all.
+    """Select the positions of whole sequences to train on; None for all.
 
-    They depend on `seed`, which is (run, step), alone: every rank draws the same, also after a resume.
+    The selection depends only on `seed`, which is (run, step), so every rank draws the same, even after a resume.
     """
     if fraction == 1:
         return None
@@ -359,7 +360,7 @@ def kept_positions(fraction: float, seed: tuple[int, int], positions: int) -> Te
 def count_acceptance(
     hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, loss_mask_DBS: Tensor, later: LaterPositions
 ) -> Tensor:
-    """Counts [4, D], float, over this rank's positions, the same on every tensor-parallel rank; `stats_of` reads them.
+    """Count acceptance [4, D], float, over this rank's positions; the same on every tensor-parallel rank.
 
     They are sums of `accepted_positions`. Add counts over microbatches and ranks before asking for rates.
     """
@@ -370,10 +371,10 @@ def count_acceptance(
 def accepted_positions(
     hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, loss_mask_DBS: Tensor, later: LaterPositions
 ) -> Tensor:
-    """What every position adds to the counts of acceptance, [4, D, S, B], float.
+    """Return what each position adds to the acceptance counts, [4, D, S, B], float.
 
-    A row each: whether it is not masked, whether the depths before were accepted there, whether this depth is accepted
-    too, and sum_v min(p, q). A position that is masked at a depth is not reached by later ones.
+    The four rows: position is unmasked; all previous depths were accepted; this depth was accepted too; sum_v min(p,
+    q). A position that is masked at one depth does not count for later ones.
     """
     trunk_TBH = later.lookup(head.whole(hidden_SBH))
     depths = [head.whole_drafts(state_SBH) for state_SBH in depth_hidden]
@@ -393,7 +394,7 @@ def accepted_positions(
 
 
 def sums_of_documents(counts_4DSB: Tensor, document_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers [N] of documents, and their sums [N, 4, D] over positions."""
+    """Return the numbers [N] of documents and their counts summed over positions, [N, 4, D]."""
     numbers_N, place_SB = document_BS.t().unique(return_inverse=True)
     sums_4DN = counts_4DSB.new_zeros(*counts_4DSB.shape[:2], len(numbers_N))
     sums_4DN.index_add_(2, place_SB.flatten(), counts_4DSB.flatten(2))
@@ -423,7 +424,10 @@ def _logits(states_NBH: Tensor, head: Head, weight_VH: Tensor | None = None) -> 
 
 
 def _draft_logits(states_NBH: Tensor, head: Head) -> Tensor:
-    """Logits of drafts, whose states may have a part for a bias; tokens that are not drafted have no probability."""
+    """Return logits of drafts, whose states may have a part for a bias.
+
+    Tokens outside the draft vocabulary are excluded.
+    """
     if head.candidates is not None:
         unary_NBV = _logits(states_NBH[..., : head.weight.size(1)], head)
         return chosen_logits_(unary_NBV.flatten(0, 1), states_NBH.flatten(0, 1), head).view_as(unary_NBV)

@@ -1,6 +1,6 @@
-"""The losses as their definitions read, all logits at once and gradients by autograd: what the fast ones must equal.
+"""Reference implementation of the losses: all logits at once, gradients by autograd. The fast versions must match it.
 
-Letters in names: N positions, H hidden, V the whole vocabulary, K drafted tokens, T states of the trunk.
+Letters in names: N positions, H hidden, V the whole vocabulary, K draft tokens, T states of the trunk.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from megatron_mtp.spec.config import MTPConfig
 
 @dataclass(frozen=True)
 class Whole:
-    """Inputs of a definition: logits over the whole vocabulary, labels as tokens, drafted tokens, a run's settings."""
+    """Inputs of a loss definition: logits over the whole vocabulary, labels as tokens, draft tokens, run settings."""
 
     logits_NV: Tensor
     labels_N: Tensor
@@ -27,11 +27,11 @@ class Whole:
     settings: MTPConfig
 
     def drafts_NK(self) -> Tensor:
-        """The logits of the drafted tokens."""
+        """Return the logits of the draft tokens."""
         return self.logits_NV[:, self.drafted_K]
 
     def teacher(self) -> Tensor:
-        """The trunk's logits, [N, V]."""
+        """Return the trunk's logits, [N, V]."""
         assert self.teacher_NV is not None
         return self.teacher_NV
 
@@ -45,9 +45,9 @@ def plain_loss(
     drafted_K: Tensor | None = None,
     trunk_TH: Tensor | None = None,
 ) -> Tensor:
-    """sum_d scale_d sum_d, as `linear_loss` has it, of hidden states [N, H] a depth; labels are tokens here.
+    """Compute sum_d scale_d sum_d like `linear_loss`, from hidden states [N, H] of each depth; labels are tokens here.
 
-    In e2e_tv a depth's loss is the chance that the drafts of the depths up to it are not all accepted.
+    In e2e_tv, the loss of a depth is the probability that the drafts up to that depth are not all accepted.
     """
     if drafted_K is None:
         drafted_K = torch.arange(len(weight_VH))
@@ -68,7 +68,7 @@ def plain_loss(
 
 
 def _ce(whole: Whole) -> Tensor:
-    """A label that is not drafted has loss 0."""
+    """Cross-entropy. A label outside the draft vocabulary has loss 0."""
     hit_NK = whole.labels_N.unsqueeze(1) == whole.drafted_K
     is_drafted_N, number_N = hit_NK.any(1), hit_NK.int().argmax(1)
     logits_NK, smoothing = whole.drafts_NK(), whole.settings.mtp_label_smoothing
@@ -77,7 +77,7 @@ def _ce(whole: Whole) -> Tensor:
 
 
 def _paced(losses: list[Tensor], mask_DN: Tensor) -> list[Tensor]:
-    """Each loss times sum_(j >= k) r_1 .. r_j as a constant; no draft is reached behind one that is masked."""
+    """Weight each loss with sum_(j >= k) r_1 .. r_j as a constant; no draft after a masked one is reached."""
     reached, reached_N = [], torch.ones_like(losses[0])
     for loss_N, mask_N in zip(losses, mask_DN, strict=True):
         reached_N = reached_N * (1 + torch.exp(-loss_N.detach())) / 2 * (mask_N != 0)
@@ -86,7 +86,7 @@ def _paced(losses: list[Tensor], mask_DN: Tensor) -> list[Tensor]:
 
 
 def _kd(whole: Whole) -> Tensor:
-    """The trunk's distribution is restricted to the drafted tokens and renormalized."""
+    """Distillation. The trunk's distribution is restricted to the draft vocabulary and renormalized."""
     temperature = whole.settings.mtp_temperature
     log_q_NK = torch.log_softmax(whole.drafts_NK() / temperature, 1)
     log_p_NK = torch.log_softmax(whole.teacher()[:, whole.drafted_K] / temperature, 1)
@@ -94,7 +94,7 @@ def _kd(whole: Whole) -> Tensor:
 
 
 def _overlap(whole: Whole) -> Tensor:
-    """The trunk's distribution is over all tokens; q is 0 for those that are not drafted."""
+    """Overlap with the trunk's distribution over all tokens; q is 0 outside the draft vocabulary."""
     temperature = whole.settings.mtp_temperature
     q_NK = torch.softmax(whole.drafts_NK() / temperature, 1)
     q_NV = torch.zeros_like(whole.logits_NV).index_copy(1, whole.drafted_K, q_NK)
@@ -129,4 +129,4 @@ PLAIN_LOSSES: dict[str, Callable[[Whole], Tensor]] = {
     "dpace": _ce,
     "mix": _mix,
 }
-"""Each returns loss_N."""
+"""Loss functions by name; each returns loss_N."""

@@ -1,14 +1,15 @@
-"""Drafts that are chosen among the likeliest tokens: their logits, and the loss of the choice (heads/dflash2/).
+"""Choice of a draft token among the likeliest candidates: candidate logits, and their loss (heads/dflash2/).
 
-    S_n(b) = s <h_n, w_b> + <x_n, v_b>          of the candidates b of row n, s the factor of all logits
+    S_n(b) = s <h_n, w_b> + <x_n, v_b>          for candidates b of row n, s the factor of all logits
 
-with the head's row w_b, which it does not train, and the bias's row v_b. The loss of a row is the cross-entropy of S
-over its candidates. A label that is not among them takes the place of the last one, which has the smallest logit:
+with w_b the row of the output layer, which this loss does not train, and v_b the row of the bias. The loss of a row is
+the cross-entropy of S over its candidates. A label that is not among them replaces the last candidate, which has the
+smallest logit:
 
     candidates 7 2 5, label 2     7 2 5, the label is the second        label 4     7 2 4, the label is the third
 
-No logits of the bias over the vocabulary are made: a row reads 16 rows of it. Under tensor parallelism each rank scores
-the candidates of its slice, and the sum is every rank's.
+The bias logits are never computed over the whole vocabulary: a row reads only 16 rows of it. Under tensor parallelism,
+each rank scores the candidates of its vocabulary slice, and all ranks get the sum.
 
 Letters in names: N rows, C candidates, H hidden, R rank of the bias, X both side by side, V this rank's slice of the
 vocabulary, D depths.
@@ -30,12 +31,12 @@ ROWS_AT_ONCE = 256
 
 
 def selector_loss(states: Sequence[Tensor], targets: Targets, head: Head) -> Tensor:
-    """The weighted sum of the cross-entropies of every depth's choice.
+    """Compute the weighted sum over depths of the choice's cross-entropy.
 
     Args:
-        states: of every depth, [N, H + R].
-        targets: with the candidates that the loss of the logits without the bias has written.
-        head: with its bias.
+        states: states of each depth, [N, H + R].
+        targets: targets with the candidates that the loss of the logits without bias has written.
+        head: output layer with its bias.
     """
     assert targets.likeliest_DNC is not None
     labels_N1 = targets.labels_DN.reshape(-1, 1)
@@ -49,7 +50,7 @@ def selector_loss(states: Sequence[Tensor], targets: Targets, head: Head) -> Ten
 
 
 def candidate_logits(states_NX: Tensor, tokens_NC: Tensor, head: Head) -> Tensor:
-    """S [N, C] in float32 at least, the same on every tensor-parallel rank."""
+    """Compute S [N, C] in float32 or better, the same on every tensor-parallel rank."""
     assert head.bias_rows is not None
     hidden = head.weight.size(1)
     local_NC, is_own_NC = _own(tokens_NC, head)
@@ -62,12 +63,12 @@ def candidate_logits(states_NX: Tensor, tokens_NC: Tensor, head: Head) -> Tensor
 
 
 def chosen_logits_(unary_NV: Tensor, states_NX: Tensor, head: Head) -> Tensor:
-    """S of the candidates at their places in this rank's slice; other tokens have no probability.
+    """Write S of the candidates to this rank's vocabulary slice. All other tokens get probability 0.
 
     Args:
-        unary_NV: logits without the bias, which are overwritten.
-        states_NX: their states.
-        head: with its bias and the number of candidates.
+        unary_NV: logits without the bias; overwritten.
+        states_NX: states of these logits.
+        head: output layer with its bias and the number of candidates.
     """
     assert head.candidates is not None
     vocabulary = head.vocabulary()
@@ -78,13 +79,13 @@ def chosen_logits_(unary_NV: Tensor, states_NX: Tensor, head: Head) -> Tensor:
 
 
 def _own(tokens_NC: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    """Rows of the tokens in this rank's slice (0 if another rank has it), and whether it has them."""
+    """Return rows of tokens in this rank's slice (0 for other ranks' tokens), and whether this rank has them."""
     local, is_own = head.vocabulary().own(tokens_NC.flatten())
     return local.view_as(tokens_NC), is_own.view_as(tokens_NC)
 
 
 class _Scores(torch.autograd.Function):
-    """Products [N, C] of states [N, H] with chosen rows of a weight [V, H], some states at once in both directions."""
+    """Autograd products [N, C] of states [N, H] with chosen rows of a weight [V, H], in pieces in both directions."""
 
     @staticmethod
     def forward(ctx: Any, states_NH: Tensor, weight_VH: Tensor, rows_NC: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Interface of the depths' losses: a class declares what it needs, and computes a chunk's losses with their gradients.
+"""Interface of a loss: the class declares what it needs and computes losses and gradients of a chunk.
 
-The plainest of them, cross-entropy, is below.
+Cross-entropy, the simplest loss, is below.
 
 Letters in names: N positions, V this rank's slice of the vocabulary, D depths.
 """
@@ -19,14 +19,14 @@ from megatron_mtp.spec.config import MTPConfig
 
 @dataclass(frozen=True)
 class Chunk:
-    """Inputs of a loss: some positions at once.
+    """Inputs of a loss for a chunk of positions.
 
     Attributes:
-        logits_NV: the depth's, this rank's slice, in float32 at least.
-        labels_N: tokens; of a draft vocabulary their numbers in it, or -1 outside of it.
+        logits_NV: logits of the MTP layer, this rank's slice, in float32 or better.
+        labels_N: tokens; with a draft vocabulary, their indices in it, or -1 if they are not in it.
         teacher_NV: the trunk's logits of the same tokens, if `needs_teacher`; of all tokens, if `needs_whole_teacher`.
-        vocabulary: what the columns are, and how they are reduced over ranks.
-        overlap_N: where a loss that knows it writes the rate at which sampled drafts are accepted; None for nowhere.
+        vocabulary: meaning of the columns, and how to reduce over ranks.
+        overlap_N: output buffer for the acceptance rate of sampled drafts, if the loss computes it; None if not needed.
     """
 
     logits_NV: Tensor
@@ -38,12 +38,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Joined:
-    """The losses of the depths at a position made one.
+    """The losses of all depths at a position, combined to one.
 
     Attributes:
-        value_N: what is trained on.
-        slopes_ND: its derivatives by the depths' losses.
-        shown_ND: the depths' numbers for the logs.
+        value_N: the loss to train on.
+        slopes_ND: its derivatives by the losses of the depths.
+        shown_ND: value of each depth for the logs.
     """
 
     value_N: Tensor
@@ -52,7 +52,7 @@ class Joined:
 
 
 class TokenLoss(ABC):
-    """A loss of single tokens, with its gradient by the logits; masks, weights and sums are made elsewhere.
+    """Loss of single tokens, with its gradient by the logits. Masks, weights and sums are applied elsewhere.
 
     Attributes:
         line: what MTP layers learn, for --list-losses and docs/reference/losses.md.
@@ -70,41 +70,41 @@ class TokenLoss(ABC):
 
     @property
     def needs_teacher(self) -> bool:
-        """Return whether it compares with the trunk's own distribution of the token."""
+        """Return whether the loss compares with the trunk's distribution of the token."""
         return False
 
     @property
     def needs_whole_teacher(self) -> bool:
-        """Return whether it does so over all tokens, also where the depths draft from some of them."""
+        """Return whether it does so over all tokens, even with a draft vocabulary."""
         return False
 
     @property
     def knows_overlap(self) -> bool:
-        """Return whether it computes the rate at which sampled drafts are accepted."""
+        """Return whether the loss computes the acceptance rate of sampled drafts."""
         return False
 
     @classmethod
     @abstractmethod
     def of(cls, settings: MTPConfig) -> Self:
-        """The loss with the settings that it reads.
+        """Create the loss from the settings that it reads.
 
         Raises:
-            ValueError: one of them has a value that is not allowed.
+            ValueError: a setting has a value that is not allowed.
         """
 
     @abstractmethod
     def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Losses in nats, loss_N, the same on every rank, and this rank's gradient_NV by the logits.
+        """Compute losses in nats, loss_N, the same on every rank, and gradient_NV with respect to this rank's logits.
 
-        It may overwrite both logits; the gradient may be made in the memory of the depth's.
+        May overwrite both logits; the gradient may reuse the memory of `logits_NV`.
         """
 
     def joined(self, losses_ND: Tensor, weights_ND: Tensor) -> Joined:
-        """Combine the depths' losses at every position: their weighted sum, where the loss does not couple them.
+        """Combine the losses of all depths at each position: their weighted sum, unless the loss couples depths.
 
         Args:
-            losses_ND: what the call returned.
-            weights_ND: of their terms; 0 where a position does not count.
+            losses_ND: return values of `__call__`.
+            weights_ND: weights of the terms; 0 where a position does not count.
         """
         return Joined((losses_ND * weights_ND).sum(1), weights_ND, losses_ND)
 
@@ -122,7 +122,7 @@ class TokenLoss(ABC):
 
 @dataclass(frozen=True)
 class CrossEntropy(TokenLoss):
-    """Cross-entropy of the labels; the gradient is made in the logits' memory."""
+    """Cross-entropy of the labels. The gradient overwrites the logits."""
 
     line = "cross-entropy on the labels"
     label_smoothing: float = 0.0
@@ -155,7 +155,7 @@ class CrossEntropy(TokenLoss):
         return loss_N * is_drafted_N, gradient_NV.mul_(is_drafted_N.unsqueeze(1))
 
     def of_logits(self, normalizer_N: Tensor, linear_N2: Tensor, size: int) -> Tensor:
-        """The loss, given L and, side by side, the label's logit and, for smoothing, the sum of all."""
+        """Compute the loss from L and, side by side, the label's logit and, for smoothing, the sum of all logits."""
         loss_N = normalizer_N - (1 - self.label_smoothing) * linear_N2[:, 0]
         if self.label_smoothing:
             loss_N -= self.label_smoothing / size * linear_N2[:, 1]
@@ -174,7 +174,7 @@ class CrossEntropy(TokenLoss):
 
 @dataclass(frozen=True)
 class PacedCrossEntropy(CrossEntropy):
-    """Cross-entropy of the labels, weighted by the expected number of accepted drafts from a depth on."""
+    """Cross-entropy of the labels, weighted by the expected number of accepted drafts from this depth on."""
 
     line = "cross-entropy on the labels, weighted by the expected number of accepted drafts from here on"
     weighs_depths = True

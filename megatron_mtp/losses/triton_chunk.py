@@ -1,9 +1,9 @@
-"""A chunk's losses and gradients by Triton kernels, where the products are on a GPU.
+"""Losses and gradients of a chunk by Triton kernels, on a GPU.
 
-The products keep their type: there is no float32 copy of the logits, and no pass over them but the kernels' two or
-three. Ranks that hold slices of the vocabulary exchange the statistics of the rows once, and those of the overlaps once
-more: min(p, q) needs both normalizers. Losses without a kernel and other devices take the TokenLoss itself, which says
-what the kernels have to compute.
+The logits stay in the type of the matrix product: there is no float32 copy and no pass over them other than the two or
+three of the kernels. Ranks with vocabulary slices exchange row statistics once, and overlap statistics once more,
+because min(p, q) needs both normalizers. Losses without a kernel, and other devices, use the TokenLoss itself, which
+defines what the kernels compute.
 
 Letters in names: N rows (positions times depths), D depths, T rows of the trunk, K rows of either, V entries of this
 rank's slice of the vocabulary, W its slice of all tokens, X one of both.
@@ -38,23 +38,23 @@ logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK, WARPS = 4096, 8
-"""Logits of a row that a program has in registers at once, and the warps that share them."""
+"""Logits of a row that a program holds in registers at once, and the warps that share them."""
 
 GAP = {"LARGEST_GAP": LARGEST_GAP, "FLOOR": math.exp(-LARGEST_GAP)}
 
 
 @dataclass(frozen=True)
 class Products:
-    """Inputs of a kernel; it overwrites the products with gradients.
+    """Inputs of a kernel. The kernel overwrites the products with gradients.
 
     Attributes:
-        products_NV: states times the head: logits before `vocabulary.logit_scale`.
-        labels_N: tokens, or their numbers in a draft vocabulary.
+        products_NV: states times output layer, which are logits before `vocabulary.logit_scale`.
+        labels_N: tokens, or their indices in a draft vocabulary.
         mask_N: float32 weights of the rows.
-        scale_D: by which the gradients of every depth are multiplied, whose rows take turns.
+        scale_D: gradient factor of each depth; consecutive rows cycle through the depths.
         teacher_TW: the trunk's products, over V or W.
-        taught_N: which of them a row is compared with.
-        vocabulary: what the columns stand for.
+        taught_N: index of the trunk's row that each row is compared with.
+        vocabulary: meaning of the columns.
     """
 
     products_NV: Tensor
@@ -66,13 +66,16 @@ class Products:
     vocabulary: Vocabulary
 
     def launch(self) -> dict[str, int]:
-        """Constants of the kernels that write gradients; sizes are among them, since all chunks have the same."""
+        """Return the constants of the kernels that write gradients, including sizes, which are equal for all chunks."""
         entries = self.products_NV.size(1)
         tokens = self.vocabulary.tokens_of(self.products_NV).size(1)
         return {"ENTRIES": entries, "TOKENS": tokens, **_program(entries)}
 
     def teacher(self) -> tuple[tuple[Tensor, int, Tensor, Tensor], Tensor | None]:
-        """The trunk's products, their stride, a row's own one, columns; the last again where entries have others."""
+        """Return the trunk's products, their stride, each row's index and the pointer for the kernel, and the columns.
+
+        Without columns, the products again.
+        """
         assert self.teacher_TW is not None
         assert self.taught_N is not None
         drafts = self.vocabulary.draft_vocabulary
@@ -82,7 +85,7 @@ class Products:
         return (self.teacher_TW, self.teacher_TW.stride(0), self.taught_N, pointer), columns_V
 
     def statistics(self, products_KX: Tensor, factor: float, columns_V: Tensor | None = None) -> Tensor:
-        """[K, 3] of this rank's slice: largest logit, sum of exponentials of what all have above it, sum of all."""
+        """Compute [K, 3] for this rank's slice: largest logit, sum of exponentials relative to it, sum of logits."""
         from megatron_mtp.losses import triton_kernels
 
         tokens = self.vocabulary.tokens_of(products_KX).size(1) if columns_V is None else len(columns_V)
@@ -93,34 +96,34 @@ class Products:
         return found_K3
 
     def whole(self, factor: float, rows: "list[tuple[Tensor, Tensor | None]]") -> list[Tensor]:
-        """Largest logit and sum of exponentials above it [K, 2] of whole rows, by one exchange between ranks.
+        """Compute largest logit and sum of exponentials relative to it, [K, 2], over all ranks, with one exchange.
 
         Args:
-            rows: products [K, X], and which columns of them count, if not all.
+            rows: products [K, X], and which columns to use, if not all.
         """
         own_K3 = torch.cat([self.statistics(products_KX, factor, columns_V) for products_KX, columns_V in rows])
         largest_K1, total_K1, _ = self.vocabulary.joined(own_K3[:, :1], own_K3[:, 1:2])
         return [*torch.cat([largest_K1, total_K1], 1).split([len(products_KX) for products_KX, _ in rows])]
 
     def weights_N(self) -> Tensor:
-        """The factor of every row's gradient."""
+        """Return the gradient factor of each row."""
         return (self.mask_N.view(-1, len(self.scale_D)) * self.scale_D).flatten()
 
 
 def has_kernel(token_loss: TokenLoss, dtype: torch.dtype, vocabulary: Vocabulary) -> bool:
-    """Return whether there is a kernel for the loss on every rank's GPU; a loss that extends one has none."""
+    """Return whether every rank has a GPU kernel for the loss. A subclass of a loss with a kernel has none."""
     is_fitting = dtype in DTYPES and type(token_loss) in KERNELS
     return is_fitting and (why_no_kernels() is None if vocabulary.group is None else _all_launch(vocabulary.group))
 
 
 def leaves_parts(token_loss: TokenLoss) -> bool:
-    """Return whether its kernels leave every rank a part of the losses, to be summed once all chunks are through."""
+    """Return whether the kernels leave each rank a part of the losses, to be summed after all chunks."""
     return type(token_loss) is Divergence
 
 
 @cache
 def _all_launch(group: ProcessGroup) -> bool:
-    """Ranks that exchange statistics must all run the kernels, or none."""
+    """Return whether all ranks can run the kernels: ranks that exchange statistics must all run them, or none."""
     launches = torch.tensor(float(why_no_kernels() is None), device="cuda")
     torch.distributed.all_reduce(launches, torch.distributed.ReduceOp.MIN, group)
     return bool(launches)
@@ -128,7 +131,7 @@ def _all_launch(group: ProcessGroup) -> bool:
 
 @cache
 def why_no_kernels() -> str | None:
-    """The reason why Triton's kernels cannot be launched here, warned of once; None if one was."""
+    """Return the reason why Triton kernels cannot be launched here, and warn once; None if they can."""
     reason = why_not("triton")
     if reason is None:
         from megatron_mtp.losses import triton_kernels
@@ -143,7 +146,7 @@ def why_no_kernels() -> str | None:
 
 
 def losses_(token_loss: TokenLoss, given: Products) -> Tensor:
-    """Losses in nats [N], float32; the products are overwritten with the gradient of the scaled sums of the depths."""
+    """Compute losses in nats [N], float32. Overwrite the products with the gradient of the depths' scaled sums."""
     scale_D = (given.scale_D * given.vocabulary.logit_scale).to(given.mask_N.dtype)  # the factor that products have
     given = replace(given, labels_N=given.labels_N.contiguous(), mask_N=given.mask_N.contiguous(), scale_D=scale_D)
     losses_N = torch.empty_like(given.mask_N)
@@ -193,7 +196,7 @@ def _divergence(loss: Divergence, given: Products, losses_N: Tensor) -> None:
 
 
 def _overlap(loss: OverlapLoss, given: Products, losses_N: Tensor) -> None:
-    """Two kernels: between them `joined` gives the weights of a position's depths."""
+    """Launch two kernels; between them, `joined` returns the weights of a position's depths."""
     from megatron_mtp.losses import triton_kernels
 
     rows, temperature, factor = len(losses_N), loss.temperature, given.vocabulary.logit_scale / loss.temperature
@@ -221,7 +224,7 @@ def _overlap(loss: OverlapLoss, given: Products, losses_N: Tensor) -> None:
 
 
 def _program(entries: int) -> dict[str, int]:
-    """The logits of a row that a program has in registers at once, and the warps that share them."""
+    """Return how many logits of a row a program holds in registers at once, and the warps that share them."""
     return {"BLOCK": min(BLOCK, 1 << (entries - 1).bit_length()), "num_warps": WARPS}
 
 
@@ -230,4 +233,4 @@ KERNELS: dict[type[TokenLoss], Callable[[Any, Products, Tensor], None]] = {
     Divergence: _divergence,
     **dict.fromkeys((TotalVariation, NegativeLogOverlap, AdaptiveDivergence, AcceptedLength), _overlap),
 }
-"""Each writes losses, and the gradient over the products."""
+"""Kernels by loss; each writes losses, and overwrites the products with the gradient."""

@@ -1,14 +1,14 @@
-"""Kernels for a GPU: a row of products becomes the gradient by them in one place, in two or three passes over the row.
+"""GPU kernels that turn a row of logits into its gradient in place, in two or three passes over the row.
 
-One program takes one row of this rank's slice of the vocabulary. `statistics` finds the largest logit and the
-normalizer, which ranks exchange; the last kernel of a loss writes gradients in the products' memory and type. All in
-between is float32, in registers. Losses of the overlap have a pass more, since the overlaps of all depths at a position
-may decide how much each of them counts. triton_chunk.py calls them.
+One program handles one row of this rank's vocabulary slice. `statistics` finds the largest logit and the normalizer,
+which ranks exchange. The last kernel of a loss writes gradients in the memory and type of the products. Everything in
+between is float32, in registers. Overlap losses have one more pass, because the overlaps of all depths at a position
+may decide how much each of them counts. triton_chunk.py launches the kernels.
 
-Logits are `factor` times the products, at temperatures included. Columns from `TOKENS` on are padding, with probability
-0; their gradient is 0. Row n is compared with the trunk's row `taught[n]`, and with `GATHERED` entry v with its column
-`columns[v]`. A row of weight 0 has gradient 0. Letters as in distillation.py: q is the depth's distribution, p the
-trunk's.
+Logits are `factor` times the products, which includes temperatures. Columns from `TOKENS` on are padding, with
+probability 0 and gradient 0. Row n is compared with the trunk's row `taught[n]`; with `GATHERED`, entry v is compared
+with its column `columns[v]`. A row of weight 0 has gradient 0. Letters as in distillation.py: q is the MTP layer's
+distribution, p the trunk's.
 """
 
 import triton
@@ -17,7 +17,7 @@ import triton.language as tl
 
 @triton.jit
 def trial(numbers):
-    """Store a one: that it runs shows that kernels can be built and launched here."""
+    """Store a one, to test that kernels can be compiled and launched here."""
     tl.store(numbers, 1.0)
 
 
@@ -32,7 +32,7 @@ def statistics(
     GATHERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store in `found` a row's largest logit, the sum of all exponentials of what they have above it, and their sum."""
+    """Store in `found` a row's largest logit, the sum of exponentials relative to it, and the sum of logits."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     largest, total, plain = float("-inf"), 0.0, 0.0
@@ -64,7 +64,7 @@ def cross_entropy(
     Z_LOSS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The gradient as in token_loss.py; a label that is another rank's is -1."""
+    """Write the gradient as in token_loss.py. A label on another rank is -1."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     label, weight = tl.load(labels + row), tl.load(weights + row)
@@ -98,7 +98,7 @@ def divergence(
     GATHERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The entries' part of t^2 KL(p || q), and its gradient t (q - p)."""
+    """Compute these entries' part of t^2 KL(p || q), and its gradient t (q - p)."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     state = tl.load(taught + row)
@@ -139,10 +139,10 @@ def overlap(
     DIVERGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store in `found` what these entries have of the overlap a of q with p, which is over all tokens.
+    """Store in `found` these entries' part of the overlap a of q with p, where p is over all tokens.
 
-    In their order: the largest logarithm of min(p, q), the sum of the exponentials of what all have above it, the part
-    of this sum where q is short of p, and, with `DIVERGES`, kd, which compares with p over the drafted tokens.
+    In order: the largest logarithm of min(p, q), the sum of exponentials relative to it, the part of this sum where q
+    is below p, and, with `DIVERGES`, kd, which compares with p over the draft tokens.
     """
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
@@ -197,7 +197,7 @@ def overlap_gradient(
     DIVERGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Slope times the gradient of -log a (distillation.py); with `DIVERGES` the other slope times that of kd, too."""
+    """Write slope times the gradient of -log a (distillation.py); with `DIVERGES`, add the other slope times kd's."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     state = tl.load(taught + row)
@@ -223,13 +223,13 @@ def overlap_gradient(
 
 @triton.jit
 def _whole(statistics, row):
-    """The largest logit of a whole row, and the sum of the exponentials of what all have above it."""
+    """Return the largest logit of a whole row, and the sum of exponentials relative to it."""
     return tl.load(statistics + 2 * row), tl.load(statistics + 2 * row + 1)
 
 
 @triton.jit
 def _logits(products, columns, places, factor, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
-    """In float32, -inf beyond the tokens."""
+    """Load logits in float32, -inf beyond the vocabulary."""
     is_token = places < TOKENS
     if GATHERED:
         places = tl.load(columns + places, mask=is_token, other=0)
@@ -239,7 +239,7 @@ def _logits(products, columns, places, factor, TOKENS: tl.constexpr, GATHERED: t
 
 @triton.jit
 def _divergence(q_below, q_total, p_below, p_total, is_token, LARGEST_GAP: tl.constexpr, FLOOR: tl.constexpr):
-    """The tokens' part of KL(p || q), without the sum of terms that cancel."""
+    """Return the tokens' part of KL(p || q), without adding terms that cancel."""
     gap = tl.where(is_token, q_below, 0.0) - tl.where(is_token, p_below, 0.0) + (tl.log(p_total) - tl.log(q_total))
     gap = tl.where(gap > LARGEST_GAP, LARGEST_GAP, gap)
     q, p = tl.exp(q_below) / q_total, tl.exp(p_below) / p_total
@@ -249,7 +249,7 @@ def _divergence(q_below, q_total, p_below, p_total, is_token, LARGEST_GAP: tl.co
 
 @triton.jit
 def _exponential_beyond_linear(x):
-    """exp(x) - 1 - x, by its series near 0, where the terms cancel."""
+    """Return exp(x) - 1 - x, by its series near 0, where the terms cancel."""
     series = 1.0 + x / 11.0
     for divisor in tl.static_range(10, 2, -1):
         series = 1.0 + x / divisor * series
@@ -258,7 +258,7 @@ def _exponential_beyond_linear(x):
 
 @triton.jit
 def _store(products, places, gradient, weight, ENTRIES: tl.constexpr, TOKENS: tl.constexpr):
-    """The gradient times the position's weight; 0 where that is 0, whatever the gradient."""
+    """Store the gradient times the position's weight; 0 if the weight is 0, even if the gradient is not finite."""
     gradient = tl.where(places < TOKENS, gradient, 0.0)
     gradient = tl.where(weight == 0, 0.0, gradient * weight)
     tl.store(products + places, gradient.to(products.dtype.element_ty), mask=places < ENTRIES)

@@ -1,14 +1,13 @@
-"""The gradient of the head's weight: what is kept of it between the two passes, and where the backward pass adds it.
+"""Weight gradient of the output layer: what is kept between the two passes, and where the backward pass adds it.
 
-The upstream gradient is one factor of all of it, and only the backward pass knows it. Until then the smaller one of two
-is kept:
+The upstream gradient is a common factor that only the backward pass knows. Until then, the smaller of two is kept:
 
     Sum       the gradient itself, [V, H] in float32, to which every chunk adds
-    Factors   the gradients by all logits, [N, V] in the weight's type; the backward pass makes their product with the
+    Factors   the gradients by all logits, [N, V] in the weight's type; the backward pass multiplies them by the
               states
 
-Either way a chunk costs the same products, and nothing else of [V, H] is made but the gradient that autograd asks for.
-Where Megatron's DDP keeps a `main_grad`, its sum of gradients, that is not made either: the gradient is added to
+A chunk costs the same products either way, and the only other tensor of [V, H] is the gradient that autograd requires.
+If Megatron's DDP keeps a `main_grad`, its gradient buffer, even that is not allocated: the gradient is added to
 `main_grad` in place, a block of rows at a time.
 
 Letters in names: N rows (positions times depths), H hidden, V this rank's slice of the vocabulary, X rows of anything.
@@ -22,43 +21,46 @@ import torch
 from torch import Tensor
 
 BLOCK_BYTES, BLOCK_BYTES_CUDA = 8 * 2**20, 128 * 2**20
-"""Float32 rows of a gradient that are made at once."""
+"""Bytes of float32 rows of a gradient that are computed at once."""
 
 BLOCKS = 16
-"""A gradient is cut into at least so many blocks, so that small ones too need next to no memory beside them."""
+"""Least number of blocks of a gradient, so that the blocks of small gradients also need almost no extra memory."""
 
 MANY = 4
-"""From so many positions on, as multiples of H, a CPU needs a fourth of the memory of a head with all logits at most.
-With fewer, where the sum alone is more than that, a chunk's logits are at most as large as the sum. Every chunk costs a
-pass over the sum."""
+"""Number of positions, as a multiple of H, from which a CPU needs at most a fourth of the memory of a head with all
+logits. With fewer, if the sum alone is larger than that, a chunk's logits are at most as large as the sum. Every chunk
+costs a pass over the sum.
+"""
 
 LEAST_BYTES = 8 * 2**20
-"""Float32 logits of a chunk on a CPU, whatever the sum needs: smaller ones cost time and save nothing that counts."""
+"""Least bytes of a chunk's float32 logits on a CPU, whatever the size of the sum: smaller chunks cost time and save
+almost nothing.
+"""
 
 CHUNKS_BESIDE_SUM_CUDA = 2
-"""On a GPU, a chunk's logits are at most such a part of the sum, or of a fourth of all logits where that is more."""
+"""On a GPU, largest share of the sum, or of a fourth of all logits if that is more, that a chunk's logits take."""
 
 
 @dataclass(frozen=True)
 class Sum:
-    """The gradient, in float32 at least."""
+    """Weight gradient, in float32 or better."""
 
     total_VH: Tensor
 
     def rows(self, where: slice) -> Tensor:
-        """Some rows of the gradient."""
+        """Return a block of rows of the gradient."""
         return self.total_VH[where]
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors whose product is the gradient."""
+    """Two factors whose product is the weight gradient."""
 
     gradient_NV: Tensor
     states_NH: Tensor
 
     def rows(self, where: slice) -> Tensor:
-        """Some rows of the gradient, in float32 at least."""
+        """Return a block of rows of the gradient, in float32 or better."""
         exact = torch.promote_types(self.states_NH.dtype, torch.float32)
         hidden = self.states_NH.size(1)
         return self.add_rows(where, self.states_NH.new_zeros(where.stop - where.start, hidden, dtype=exact))
@@ -70,13 +72,13 @@ class Factors:
 
 
 def keeps_factors(positions: int, weight_VH: Tensor) -> bool:
-    """Return whether the factors of so many positions, of all depths, are smaller than the sum."""
+    """Return whether the factors of this many positions, at all depths, are smaller than the sum."""
     exact = torch.promote_types(weight_VH.dtype, torch.float32)
     return positions * weight_VH.element_size() <= weight_VH.size(1) * exact.itemsize
 
 
 def positions_beside_sum(positions: int, weight_VH: Tensor) -> int:
-    """The most positions of a chunk, given those of all depths."""
+    """Return the maximum number of positions in a chunk, given the number at all depths."""
     entries, hidden = weight_VH.shape
     if weight_VH.is_cuda:
         return max(hidden, positions // 4) // CHUNKS_BESIDE_SUM_CUDA
@@ -88,7 +90,7 @@ def positions_beside_sum(positions: int, weight_VH: Tensor) -> int:
 
 
 def add_product(total_XH: Tensor, left_XN: Tensor, right_NH: Tensor) -> None:
-    """total += left @ right, in float32 whatever type the factors have."""
+    """Compute total += left @ right in float32, whatever the type of the factors."""
     exact = total_XH.dtype
     if left_XN.dtype == exact:
         total_XH.addmm_(left_XN, right_NH)
@@ -103,14 +105,14 @@ def add_product(total_XH: Tensor, left_XN: Tensor, right_NH: Tensor) -> None:
 
 
 def deliver(kept: Sum | Factors, weight_VH: Tensor, upstream: Tensor, node: Any, main_grad: bool) -> Tensor | None:
-    """The gradient times `upstream`, for autograd; None where it was added to `main_grad`.
+    """Return the gradient times `upstream` for autograd; None if it was added to `main_grad`.
 
     Args:
-        kept: of the gradient.
+        kept: the gradient that was kept.
         weight_VH: the input of `node`.
-        upstream: scalar, in float32 at least.
-        node: the node of autograd's graph whose backward pass this is.
-        main_grad: whether it may be added there.
+        upstream: scalar, in float32 or better.
+        node: node of autograd's graph whose backward pass this is.
+        main_grad: whether it may be added to `main_grad`.
     """
     if main_grad and _is_added_by_ddp(weight_VH, node):
         main_grad_VH: Any = weight_VH.main_grad  # type: ignore[attr-defined]
@@ -128,7 +130,7 @@ def deliver(kept: Sum | Factors, weight_VH: Tensor, upstream: Tensor, node: Any,
 
 
 def scaled(gradient_XH: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient times `upstream`, rounded once; in its own memory where nothing can ask for it again."""
+    """Return the gradient times `upstream`, rounded once; in place if nothing can need the gradient again."""
     is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
     if is_last and gradient_XH.dtype == upstream.dtype == dtype:
         return gradient_XH.mul_(upstream)
@@ -146,7 +148,7 @@ def _blocks(like_XH: Tensor) -> Iterator[slice]:
 
 
 def _is_added_by_ddp(weight_VH: Tensor, node: Any) -> bool:
-    """Return whether all that becomes of the gradient is that DDP's hook adds it to `main_grad`.
+    """Return whether the gradient is used only by DDP's hook, which adds it to `main_grad`.
 
     Not where something else sees it (hooks of the tensor, `torch.autograd.grad`), and not where Megatron adds in
     another way: its FSDP, its sharded weights, and modules that make their weight gradients later.

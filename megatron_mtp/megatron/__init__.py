@@ -1,13 +1,13 @@
-"""All that is about Megatron's own code: a new release of Megatron is read here first.
+"""Everything that depends on Megatron's own code. For a new release of Megatron, start here.
 
-runtime.py       prepare(): Megatron made runnable on this machine; which libraries of kernels can be used
-cpu.py           what Megatron needs to run without CUDA
-layer_config.py  the configuration of a drafter's dense layers, on a trunk of any kind
-layer_settings.py  settings that change nothing in a dense layer's forward
+runtime.py       prepare(): make Megatron runnable on this machine; which kernel libraries are usable
+cpu.py           substitutes that let Megatron run without CUDA
+layer_config.py  configuration of a drafter's dense layers, on any trunk
+layer_settings.py  settings that have no effect on a dense layer's forward pass
 model_arguments.py  arguments that describe a model
-flags.py         flags and values that Megatron takes and should not
-refusals.py      what Megatron says where a run cannot start, and what is told instead
-patterns.py      patterns of hybrids, a symbol a layer
-patches/         faults of the published megatron-core that are put right
-checkpoint/      its distributed checkpoints: names, iterations, tensors, integrity
+flags.py         flags and values that Megatron accepts but this package does not support
+refusals.py      Megatron's messages for runs that cannot start, and our replacements
+patterns.py      layer patterns of hybrid models
+patches/         bugs of the published megatron-core that are fixed here
+checkpoint/      Megatron's distributed checkpoints: names, iterations, tensors, integrity
 """

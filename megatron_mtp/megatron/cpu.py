@@ -1,11 +1,11 @@
-"""Substitutions by which Megatron runs without CUDA, over gloo: a named list, each with its reason.
+"""Substitutes that let Megatron run without CUDA, over gloo: a list, each with its reason.
 
-Megatron assumes a CUDA device in its device strings, its streams and events, its random number state and the names of
-tensor types. `install()` substitutes the CPU for each of these, in this process alone; nothing is substituted when a
-CUDA device is present. The rows below are all substitutions; what is put there comes after them.
+Megatron assumes a CUDA device in its device strings, streams and events, random number state and tensor type names.
+`install()` substitutes the CPU for each of these, only in this process; with a CUDA device, nothing is substituted. The
+rows below are all substitutions; their implementations follow.
 
-Megatron may have been imported before. Its modules then have copies of some of the functions: under names of their own
-(`jit_fuser` is `torch.compile`), as default arguments and in tuples. The copies are replaced as well.
+If Megatron was imported before, its modules have copies of some of the functions: under other names (`jit_fuser` is
+`torch.compile`), as default arguments and in tuples. These copies are replaced too.
 """
 
 import functools
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Substitution:
-    """An attribute that is replaced, and why."""
+    """An attribute that is replaced, and the reason."""
 
     owner: Any
     name: str
@@ -36,13 +36,12 @@ class Substitution:
 
 
 SUBSTITUTIONS: list[Substitution] = []
-"""What is substituted in this process; empty until `install()`."""
+"""Substitutions made in this process; empty until `install()`."""
 
 ONEDNN_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "1"}
-"""Entries of oneDNN's and of torch's caches of compiled products; both read them at their first product.
-
-In bfloat16 there is an entry for each shape, half a megabyte in both, and 1,024 fit by default: prompts of all lengths
-filled a gigabyte. The second cache only repeats the first.
+"""Environment variables that size oneDNN's and torch's caches of compiled products; both read them at their first
+product. In bfloat16 there is an entry for each shape, half a megabyte in both, and 1,024 fit by default: prompts of all
+lengths filled a gigabyte. The second cache only repeats the first.
 """
 
 _FACTORIES = (
@@ -52,12 +51,12 @@ _FACTORIES = (
 
 
 def installed() -> bool:
-    """True if the substitutions are in place in this process."""
+    """Return whether the substitutions are active in this process."""
     return bool(SUBSTITUTIONS)
 
 
 def install() -> None:
-    """Substitute every row, once; the environment may be another one at every call, as in a fork."""
+    """Apply every substitution once. The environment may differ at every call, as in a fork."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asserts it for TP and CP
     for name, value in ONEDNN_CACHES.items():
         os.environ.setdefault(name, value)
@@ -101,7 +100,7 @@ def _replace_copies(rows: Sequence[Substitution]) -> None:
 
 
 def _functions(module: Any) -> Iterator[FunctionType]:
-    """The functions of a module and of its classes."""
+    """Return the functions of a module and of its classes."""
     for value in list(vars(module).values()):
         if isfunction(value):
             yield value
@@ -262,7 +261,7 @@ class CpuStream:
 
 
 class CpuEvent:
-    """An event that notes the time at which it was recorded."""
+    """An event that stores the time at which it was recorded."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.seconds = 0.0
@@ -278,7 +277,7 @@ class CpuEvent:
         return True
 
     def elapsed_time(self, end: "CpuEvent") -> float:
-        """Milliseconds, as `torch.cuda.Event` returns them."""
+        """Return milliseconds, as `torch.cuda.Event` does."""
         return (end.seconds - self.seconds) * 1e3
 
 
@@ -319,7 +318,7 @@ def zero(*_: Any, **__: Any) -> int:
 
 
 def memory_stats(*_: Any, **__: Any) -> dict[str, int]:
-    """The CUDA allocator's report, with 0 for every entry that Megatron reads."""
+    """Return the CUDA allocator's report, with 0 for every entry that Megatron reads."""
     return _ZeroStats()
 
 
@@ -337,7 +336,7 @@ def set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
 
 
 def without_cuda_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function: a CUDA device among its arguments means the CPU, and memory is not pinned."""
+    """Wrap a function so that a CUDA device among its arguments means the CPU, and memory is not pinned."""
 
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -350,7 +349,7 @@ def without_cuda_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_own_generator(init: Callable[..., None]) -> Callable[..., None]:
-    """`DataLoader.__init__`; without a `generator`, the loader gets one of its own."""
+    """Wrap `DataLoader.__init__`; without a `generator`, the loader gets its own."""
 
     @functools.wraps(init)
     def own(loader: Any, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> None:
@@ -360,7 +359,7 @@ def with_own_generator(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_numbers_for_splits(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a collective, so that split sizes may be tensors."""
+    """Wrap a collective so that split sizes may be tensors."""
 
     @functools.wraps(all_to_all_single)
     def exchange(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -375,7 +374,7 @@ def with_numbers_for_splits(all_to_all_single: Callable[..., Any]) -> Callable[.
 
 
 def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`Tensor.to`; a CUDA device, by position or by name, means the CPU."""
+    """Replacement of `Tensor.to`: a CUDA device, by position or by name, means the CPU."""
     if args and _names_cuda(args[0]):
         args = (CPU, *args[1:])
     if "device" in kwargs and _names_cuda(kwargs["device"]):
@@ -390,14 +389,14 @@ def _names_cuda(device: object) -> bool:
 
 
 def type_name(tensor: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
-    """`Tensor.type`; without an argument, the name of the CUDA tensor of the same kind."""
+    """Replacement of `Tensor.type`: without an argument, return the name of the CUDA tensor of the same kind."""
     if dtype is None:
         return _ORIGINAL_TYPE(tensor).replace("torch.", "torch.cuda.", 1)
     return _ORIGINAL_TYPE(tensor, dtype, **kwargs)
 
 
 def copy_storage(emptied: torch.Tensor, source: torch.Tensor) -> None:
-    """Fill the storage of a tensor, and of its views, without a new version for autograd."""
+    """Copy into the storage of a tensor, and of its views, without a new version for autograd."""
     storage, filled = emptied.untyped_storage(), source.untyped_storage()
     storage.resize_(filled.nbytes())
     storage.copy_(filled)
@@ -408,7 +407,7 @@ def itself(value: Any, *_: Any, **__: Any) -> Any:
 
 
 def not_compiled(model: Any = None, **_: Any) -> Any:
-    """`torch.compile` as a function and as a decorator with arguments."""
+    """Replacement of `torch.compile`, as a function and as a decorator with arguments."""
     return itself if model is None else model
 
 

@@ -1,6 +1,6 @@
-"""Flags and values that Megatron takes and should not: `UNSUPPORTED` and `RANGES`.
+"""Flags and values that Megatron accepts but this package does not support: `UNSUPPORTED` and `RANGES`.
 
-A release of Megatron adds flags and mends others; `test_unsupported.py` finds those that no table knows.
+New releases of Megatron add flags and fix others; `test_unsupported.py` finds those that no table covers.
 """
 
 import math
@@ -26,17 +26,17 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("a number, 0 for no clipping", math.isfinite, "clip_grad"),  # silent: NaN clips nothing
     ("a number from 0 to less than 1", lambda number: 0 <= number < 1, "sgd_momentum"),  # silent: it diverges
 )
-"""Allowed values, and the arguments that Megatron takes with other values too."""
+"""Allowed values of arguments for which Megatron also accepts other values."""
 
 
 class Unsupported(NamedTuple):
-    """A feature that our losses or our script do not have: ignored or computed wrongly (docs/reference/features.md).
+    """A feature that our losses or our script do not support: ignored or computed wrongly (docs/reference/features.md).
 
     Attributes:
-        flags: as a command line has them; the row is about runs with all of them.
+        flags: as on a command line; the row applies to runs with all of them.
         because: what would go wrong, as a clause.
         instead: what to do.
-        depths_alone: only runs with MTP layers cannot have it.
+        depths_alone: whether only runs with MTP layers lack it.
     """
 
     flags: str
@@ -45,13 +45,13 @@ class Unsupported(NamedTuple):
     depths_alone: bool = True
 
     def is_given(self, args: Namespace) -> bool:
-        """Return whether all flags were given, with these values where they have some."""
+        """Return whether all flags were given, with these values if they have any."""
         given = re.findall(r"--(\S+)(?: (\w\S*))?", self.flags)
         found = [(getattr(args, name.replace("-", "_"), None), value) for name, value in given]
         return all(str(has) == value if value else bool(has) for has, value in found)
 
     def sentence(self) -> str:
-        """The refusal."""
+        """The error message."""
         beside = " with --mtp-num-layers" if self.depths_alone else ""
         return f"{self.flags} was given{beside}, but {self.because}; {self.instead}."
 

@@ -1,4 +1,4 @@
-"""Configuration of a drafter's dense layers, on a trunk of any kind."""
+"""Configuration of a drafter's dense layers, on any kind of trunk."""
 
 from dataclasses import asdict, fields
 from typing import Any
@@ -12,13 +12,13 @@ from megatron_mtp.spec.rope_scaling import SCALINGS
 
 
 def layer_config(config: TransformerConfig, drafter: HeadSpec, **others: Any) -> TransformerConfig:
-    """A dense configuration as of Llama's layers: the trunk's layout and precision, and the drafter's sizes.
+    """Return a dense configuration like Llama's: the trunk's layout and precision, and the drafter's sizes.
 
     Args:
-        others: further settings.
+        others: additional settings.
 
     Raises:
-        ValueError: Megatron allows no such layers.
+        ValueError: Megatron does not support such layers.
     """
     sizes, latents = drafter.attention, drafter.attention.latents
     names = [one.name for one in fields(TransformerConfig) if not one.name.startswith("moe_")]
@@ -73,7 +73,7 @@ def layer_config(config: TransformerConfig, drafter: HeadSpec, **others: Any) ->
 
 
 def latent_positions(sizes: AttentionSizes) -> dict[str, Any]:
-    """Megatron's settings of rotary positions in latent attention of these sizes."""
+    """Return Megatron's settings of rotary positions for latent attention of these sizes."""
     plain = {"rope_type": "rope", "rotary_base": sizes.theta, "rotary_percent": 1.0, "rotary_scaling_factor": 1.0}
     if sizes.scaling is None:
         return plain
@@ -82,6 +82,6 @@ def latent_positions(sizes: AttentionSizes) -> dict[str, Any]:
 
 
 def yarn_settings(scaling: dict[str, Any]) -> dict[str, Any]:
-    """Megatron's settings of YaRN, which its attention reads from the configuration as well."""
+    """Return Megatron's YaRN settings, which its attention also reads from the configuration."""
     made = SCALINGS["yarn"].to_megatron(scaling, is_latent=False)
     return {f"yarn_{name.removeprefix('yarn_')}": value for name, value in made.items()}

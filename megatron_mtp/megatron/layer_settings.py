@@ -1,4 +1,4 @@
-"""Settings of Megatron's configuration that change nothing in the forward of a dense layer."""
+"""Settings of Megatron's configuration that have no effect on the forward pass of a dense layer."""
 
 WITHOUT_EFFECT = frozenset(
     # which kernel computes the same
@@ -24,7 +24,7 @@ WITHOUT_EFFECT = frozenset(
     "tensor_parallel_num_weight_shards batch_p2p_comm batch_p2p_sync use_ring_exchange_p2p "
     "microbatch_group_size_per_vp_stage hetereogenous_dist_checkpoint".split()
 )
-"""Settings that change nothing in the forward of a dense layer without gradients."""
+"""Settings that change nothing in the forward pass of a dense layer without gradients."""
 
 OTHER_PARTS = (
     "yarn_",  # the rotary angles, and their factor
@@ -33,4 +33,4 @@ OTHER_PARTS = (
     *("tp_comm_", "overlap_", "pipeline_model", "virtual_pipeline", "num_layers_in_", "account_for_"),  # ranks
     *("cuda_graph_", "inference_", "fp8_", "fp4_"),  # how something runs that is off, or not used here
 )
-"""Beginnings of names of settings that are about other things than a dense layer's forward."""
+"""Name prefixes of settings that do not concern a dense layer's forward pass."""

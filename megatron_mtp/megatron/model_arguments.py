@@ -31,7 +31,6 @@ MODEL_ARGUMENTS = [
     "drafter_beside_mtp drafter_steps padded_vocab_size make_vocab_size_divisible_by attention_dropout "
     "hidden_dropout".split(),
 ]
-"""Arguments that say what a model computes: Megatron's own `--use-checkpoint-args` restores only some of them.
-
-`vocab_size` counts rows without those that pad them; a converted model may have more of them than its tokenizer tokens.
+"""Arguments that determine what a model computes. Megatron's own `--use-checkpoint-args` restores only some of them.
+`vocab_size` counts rows without padding rows; a converted model may have more rows than its tokenizer has tokens.
 """

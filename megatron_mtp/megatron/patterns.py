@@ -1,9 +1,9 @@
-"""Patterns of hybrids: a symbol a layer, `|` at the end of a pipeline stage, `/` before every depth."""
+"""Layer patterns of hybrid models: one symbol per layer, `|` at the end of a pipeline stage, `/` before every depth."""
 
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
 RECURRENT = (Symbols.MAMBA, Symbols.GDN)
-"""Layers with states."""
+"""Symbols of layers with recurrent states."""
 KINDS = {
     Symbols.ATTENTION: "attention",
     Symbols.MLA: "latent attention",
@@ -13,28 +13,30 @@ KINDS = {
     Symbols.MAMBA: "Mamba-2",
     Symbols.GDN: "Gated DeltaNet",
 }
-"""The symbols of a pattern, in words."""
+"""Layer symbols of a pattern, with their descriptions."""
 SHARDED_STACK = "mtp_model_layer"
-"""The name of a depth's stack in checkpoints, which Megatron's own MTP uses too."""
+"""Name of a depth's stack in checkpoints; Megatron's own MTP uses it too."""
 
 
 def without_stages(pattern: str) -> str:
-    """The pattern without the ends of its pipeline stages: Megatron cuts such a trunk evenly."""
+    """Return the pattern without pipeline stages; Megatron then splits the trunk evenly."""
     return pattern.replace(Symbols.PIPE, "")
 
 
 def trunk_and_depths(pattern: str) -> tuple[str, list[str]]:
-    """The layers of the trunk, without stages, and those of every depth."""
+    """Return the layers of the trunk, without stages, and those of every depth."""
     trunk, *depths = without_stages(pattern).split(Symbols.MTP_SEPARATOR)
     return trunk, depths
 
 
 CHANNEL_MIXERS = Symbols.MLP + Symbols.MOE
-"""Layers that mix no positions."""
+"""Symbols of layers that do not mix positions."""
 
 
 def symbols_of_a_layer(pattern: str | None) -> int:
-    """Symbols of one layer of a model's folder: 2 where each is a mixer without Mamba and its MLP or MoE, else 1.
+    """Return how many symbols form one layer of a model's folder.
+
+    2 if each layer is a mixer other than Mamba with its MLP or MoE, otherwise 1.
 
     G-G-*-      three layers, as in Qwen3.5          M-M-*-      six, as in Nemotron-H
     """

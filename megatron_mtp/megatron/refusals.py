@@ -1,4 +1,4 @@
-"""What Megatron says where a run cannot start, and what is told instead (`training/startup.py`)."""
+"""Megatron's messages for runs that cannot start, and what we print instead (`training/startup.py`)."""
 
 PHASES = {
     "parse_hybrid_pattern": "--hybrid-layer-pattern cannot be read",
@@ -14,7 +14,9 @@ PHASES = {
     "train_step": "the first step fails",
     "save_checkpoint": "no checkpoint can be saved to --save {save}",
 }
-"""Functions of Megatron and how the sentence begins if one is running; the innermost counts. {} is a flag's value."""
+"""Functions of Megatron, each with the beginning of the sentence if it is running; the innermost counts. {} is a flag's
+value.
+"""
 
 OPTIMIZER = "give the flags that it was trained with, or --no-load-optim if only its optimizer differs"
 OTHER_SCHEDULE = (
@@ -24,7 +26,7 @@ ADVICE = {
     **dict.fromkeys(("OptimizerParamScheduler", "Could not find parameter group"), OTHER_SCHEDULE),
     **dict.fromkeys(("not in state dict", "flattened_range", "'optimizer'"), OPTIMIZER),
 }
-"""Advice by a part of Megatron's message."""
+"""Advice by a substring of Megatron's message."""
 
 SENTENCES: tuple[tuple[str, str], ...] = (
     (
@@ -97,7 +99,7 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "--dist-ckpt-optim-fully-reshardable goes on in any layout.",
     ),
 )
-"""Parts of what `reason` gives for Megatron's commonest refusals, and the sentences for them; {} is an argument."""
+"""Substrings of `reason`'s result for Megatron's most common refusals, with their sentences; {} is an argument."""
 
 DIVERGED = "the loss or a gradient is NaN or infinite; give a smaller --lr, or look for what the text has at this step."
 

@@ -1,8 +1,8 @@
-"""The machine: Megatron made runnable on it, and the libraries of fused kernels that can be used there.
+"""Make Megatron runnable on this machine, and find out which kernel libraries are usable.
 
-`prepare()` is called once, before a model is built or a flag of Megatron is parsed. Megatron may be imported before,
-except on a CPU that has Transformer Engine. An installed library may still fail to import. A Transformer Engine that is
-installed and broken would end the process: Megatron imports it, and takes ImportError alone for absence.
+Call `prepare()` once, before a model is built or a Megatron flag is parsed. Megatron may be imported before, except on
+a CPU with Transformer Engine. An installed library may still fail to import. A broken Transformer Engine would end the
+process: Megatron imports it and only treats ImportError as absence.
 """
 
 import importlib
@@ -20,9 +20,9 @@ from typing import cast
 
 
 def quieten() -> None:
-    """Prepare, and silence Megatron and transformers, which warn a lot when they are imported on a CPU.
+    """Prepare, and silence Megatron and transformers, which print many warnings during import on a CPU.
 
-    The streams stay as they are: Megatron gives the root logger a handler, which keeps the stream that it finds.
+    The streams are unchanged: Megatron gives the root logger a handler, which keeps the stream that it finds.
     """
     warnings.filterwarnings("ignore")
     logging.getLogger().setLevel(logging.ERROR)
@@ -34,12 +34,12 @@ def quieten() -> None:
 
 
 def prepare() -> bool:
-    """Make Megatron runnable on this machine; returns whether it runs on the CPU.
+    """Make Megatron runnable on this machine. Return whether it runs on the CPU.
 
-    Only this call imports torch, so that command lines are parsed without it.
+    torch is imported only here, so command lines can be parsed without it.
 
     Raises:
-        ImportError: on a CPU, Megatron was imported before this call and took modules of Transformer Engine.
+        ImportError: on a CPU, Megatron was imported before this call and uses modules of Transformer Engine.
     """
     import torch
 
@@ -61,9 +61,9 @@ def prepare() -> bool:
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """CPUs that a container may use at a time (cgroup v2 or v1); infinity without a quota.
+    """Return the number of CPUs that a container may use at a time (cgroup v2 or v1); infinity without a quota.
 
-    More threads than that are stopped together, again and again, until the next period of the quota begins.
+    If more threads run, the kernel stops all of them until the next period of the quota.
     """
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         try:
@@ -80,14 +80,14 @@ GIVEN_GPUS = (
     "CUDA_VISIBLE_DEVICES SLURM_JOB_GPUS SLURM_STEP_GPUS SLURM_GPUS SLURM_GPUS_ON_NODE SLURM_GPUS_PER_NODE "
     "SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK"
 ).split()
-"""Variables by which a launcher gives GPUs to a job."""
+"""Environment variables with which a launcher assigns GPUs to a job."""
 
 NO_GPUS = ("", "0", "-1", "NoDevFiles", "void", "none")
-"""Values of them that give none; of CUDA_VISIBLE_DEVICES, 0 is a device."""
+"""Values of these variables that assign no GPU; in CUDA_VISIBLE_DEVICES, 0 is a device."""
 
 
 def check_device(on_cpu: bool) -> None:
-    """Refuse a rank on the CPU in a job with GPUs, which meets the others over gloo, slowly or never.
+    """Reject a rank on the CPU in a job with GPUs, which would reach the others over gloo, slowly or never.
 
     Raises:
         ValueError: the launcher gave GPUs, this rank finds none, and MEGATRON_MTP_ALLOW_CPU is not 1.
@@ -105,7 +105,7 @@ def check_device(on_cpu: bool) -> None:
 
 @cache
 def why_not(module: str) -> str | None:
-    """The reason why a module cannot be imported, or None. A build for another torch or driver may raise anything."""
+    """Return why a module cannot be imported, or None. A build for another torch or driver may raise anything."""
     try:
         importlib.import_module(module)
     except Exception as error:
@@ -116,7 +116,7 @@ def why_not(module: str) -> str | None:
 
 
 def why_no_launcher() -> str | None:
-    """The reason why Triton cannot build the C module by which it launches kernels; None if it can."""
+    """Return why Triton cannot build the C module that launches kernels; None if it can."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "there is no C compiler (gcc, clang, or CC)"
     header = Path(sysconfig.get_paths()["include"], "Python.h")
@@ -124,7 +124,7 @@ def why_no_launcher() -> str | None:
 
 
 def hide_transformer_engine() -> None:
-    """Make its import raise ImportError, which Megatron takes for absence; its modules need a CUDA device."""
+    """Make its import raise ImportError, which Megatron treats as absence; its modules need a CUDA device."""
     wrapper = sys.modules.get("megatron.core.extensions.transformer_engine")
     if getattr(wrapper, "HAVE_TE", False):
         raise ImportError(
@@ -136,24 +136,24 @@ def hide_transformer_engine() -> None:
 
 
 def transformer_engine_works() -> bool:
-    """True if Megatron can build its layers with it; they need a CUDA device."""
+    """Return whether Megatron can build its layers with Transformer Engine, which needs a CUDA device."""
     from megatron_mtp.megatron import cpu
 
     return not cpu.installed() and why_not("transformer_engine.pytorch") is None
 
 
 def fuses_weight_gradients() -> bool:
-    """True if Apex's extension is installed, which adds a weight's gradient to its buffer in the matrix product."""
+    """Return whether Apex's extension is installed, which adds a weight gradient to its buffer in the product."""
     return why_not("fused_weight_gradient_mlp_cuda") is None
 
 
 def mamba_works() -> bool:
-    """True if Megatron's Mamba-2 layers can be used; they need a CUDA device."""
+    """Return whether Megatron's Mamba-2 layers are usable; they need a CUDA device."""
     return _all_usable("mamba_ssm", "causal_conv1d", "einops")
 
 
 def delta_rule_works() -> bool:
-    """True if Megatron's Gated DeltaNet layers can be used; they need a CUDA device."""
+    """Return whether Megatron's Gated DeltaNet layers are usable; they need a CUDA device."""
     return _all_usable("fla")
 
 

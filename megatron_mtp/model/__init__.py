@@ -1,41 +1,40 @@
-"""From arguments to a model: the trunk with its MTP block; hidden states in, one hidden state per depth out.
+"""The model: from arguments to a trunk with MTP layers and drafters. Hidden states in, one hidden state per depth out.
 
-arguments.py         Megatron's arguments of a model, and its configuration; what changes without TE, Apex or CUDA;
-                     patterns of hybrids
-build.py             configuration to model, and the process group: the only place that builds one
+arguments.py         Megatron's arguments of a model, and its configuration; changes without TE, Apex or CUDA; patterns
+                     of hybrid models
+build.py             configuration to model, and the process group: the only place that builds models
 attachment.py        draft heads on a model of Megatron's own class, by hooks on its forward
 trained_stage.py     the same on a pipeline stage of this package's runs: objectives, absent heads, frozen trunks
-heads.py             the list of draft heads: how they are made, what they draft, what a checkpoint lacks of them
+heads.py             the list of MTP layers and drafters: how to build them, what they draft, what a checkpoint lacks
 stages.py            what hooks cannot do: states that travel between pipeline stages
-schedule_plan.py     the plan of a forward for --overlap-moe-expert-parallel-comm
-frozen.py            a trunk that stays as it was loaded
-hybrid.py            layers of a hybrid, which a pattern names; MTP layers that are stacks by a pattern
-trunk_output.py      what a draft head reads of the trunk's forward pass
-mtp.py               MultiTokenPredictionLayer: one depth
-mixing.py            which state a depth continues from in training (--mtp-hidden-state-mixing)
-chain.py             what depths read, and layers one after another
-mtp_block.py         MultiTokenPredictionBlock: all depths, sequential or parallel
+schedule_plan.py     the schedule plan of a forward pass, for --overlap-moe-expert-parallel-comm
+frozen.py            frozen trunks
+hybrid.py            layers of hybrid models, by pattern; MTP layers that are stacks of layers by pattern
+trunk_output.py      outputs of the trunk's forward pass that MTP layers and drafters read
+mtp.py               MultiTokenPredictionLayer: one MTP layer
+mixing.py            hidden-state mixing: which state an MTP layer continues from (--mtp-hidden-state-mixing)
+chain.py             inputs of the MTP layers, and running layers one after another
+mtp_block.py         MultiTokenPredictionBlock: all MTP layers, sequential or parallel
 stock.py             MTP layers for a model of Megatron's own class: a new block, and what cannot have one
 stock_drafter.py     drafters for a model of Megatron's own class
-stock_drafter.py     a drafter for a model of Megatron's own class
-drafter.py           what drafters in the place of MTP layers share (--drafter): features, head, keys in checkpoints
-one_layer.py         drafters of one layer in K passes, as EAGLE
+drafter.py           base classes of drafters (--drafter): features, output layer, keys in checkpoints
+one_layer.py         drafters with one layer in K passes, such as EAGLE
 block_drafter.py     drafters of a block of K tokens in one pass, as DFlash
-biased_blocks.py     the same with a bias by the token before, as DSpark
-shared_embedding.py  the input embedding, which the last pipeline stage has a copy of
-draft_vocabulary.py  a smaller vocabulary that the MTP layers draft from: the head's rows of it, and its file
-vocabulary.py        softmax, argmax and sums over slices of the vocabulary, and the rows that pad it
-head.py              the output head, which the trunk and every depth share
-stage_output.py      what the last pipeline stage gives the losses
+biased_blocks.py     block drafters with a bias by the previous token, such as DSpark
+shared_embedding.py  the input embedding, copied to the last pipeline stage
+draft_vocabulary.py  a smaller vocabulary to draft from: its rows of the output layer, and its file
+vocabulary.py        softmax, argmax and sums over slices of the vocabulary; vocabulary padding
+head.py              the output layer, shared by the trunk and all MTP layers
+stage_output.py      what the last pipeline stage passes to the losses
 initialize.py        MTP layers that a checkpoint lacks: random, or a copy of the trunk's last layer (--mtp-init);
-                     random weights are drawn alike in every layout and tool
+                     random weights are the same under every layout and in every tool
 rope.py              rotary modules at any positions
 attention.py         attention for machines without TE: causal mask, SP, CP, packed sequences, windows, sinks
-latent_attention.py  MLA without a norm of queries that are not compressed, and without TE
-shared_keys.py       passes of a repeated layer that attend to pass 1's keys, with a chain of their own or without
+latent_attention.py  MLA without a norm of uncompressed queries, and without TE
+shared_keys.py       passes of a repeated layer that attend to pass 1's keys, with or without a chain of their own
 norms.py             RMSNorm and LayerNorm for machines without TE
-linear.py            projections to the latent of experts and back, for machines without TE
+linear.py            projections to and from the latent of experts, for machines without TE
 packed_rows.py       where the documents of a packed row start and end
-specs.py             these modules in the places of Megatron's
+specs.py             replaces Megatron's modules by these
 recurrent.py         Mamba-2 without mamba_ssm and Gated DeltaNet without fla
 """

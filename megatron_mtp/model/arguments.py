@@ -1,6 +1,6 @@
-"""Megatron's arguments of a model, parsed from flags or completed from a checkpoint's, and its configuration.
+"""Megatron's model arguments, parsed from flags or completed from a checkpoint's, and the model configuration.
 
-Patterns of hybrids are read here too, without building a model.
+Also parses patterns of hybrid models, without building a model.
 """
 
 import sys
@@ -37,17 +37,17 @@ from megatron_mtp.spec.head import HeadSpec, TrunkSpec
 from megatron_mtp.spec.rope_scaling import MSCALES, megatrons_scaling, scaling_of, yarn_factor
 
 CUDA, TE, APEX = "CUDA device", "Transformer Engine", "Apex's fused weight gradients"
-"""Things that a machine may lack."""
+"""Software and hardware that a machine may not have."""
 
 
 @dataclass(frozen=True)
 class MachineSetting:
-    """An argument of Megatron's whose default needs something that a machine may lack.
+    """A Megatron argument whose default needs something that a machine may lack.
 
     Attributes:
         name, value: the argument, and its value on such a machine.
-        needs: what the default needs. Weight gradients of Megatron's own layers are fused by Apex.
-        flag: how a command line says it; None for what only a model outside of training needs.
+        needs: requirement of the default. Apex fuses weight gradients of Megatron's own layers.
+        flag: its command-line flag; None for arguments that only matter outside training.
     """
 
     name: str
@@ -69,21 +69,21 @@ MACHINE_SETTINGS = (
     MachineSetting("bias_dropout_fusion", False, (CUDA, TE)),
     MachineSetting("moe_token_dispatcher_type", "allgather", (CUDA, TE)),
 )
-"""Settings that Megatron needs on a machine that lacks something, in training, drafting and proofs alike."""
+"""Settings that Megatron needs on a machine without one of these, in training, drafting and proofs."""
 
 
 def flags_without(lack: str) -> list[str]:
-    """The words of a run's command line for a machine that lacks this."""
+    """Return the command-line flags for a machine that lacks this."""
     return [word for row in MACHINE_SETTINGS if row.flag and lack in row.needs for word in row.flag.split()]
 
 
 def arguments_without(lack: str) -> dict[str, Any]:
-    """The arguments of a model that is not trained, on a machine that lacks this."""
+    """Return the arguments of a model that is not trained, on a machine that lacks this."""
     return {row.name: row.value for row in MACHINE_SETTINGS if lack in row.needs}
 
 
 def parsed(flags: list[str], vocabulary: int) -> Namespace:
-    """Flags through Megatron's own parser; the vocabulary is padded as Megatron does for one tensor-parallel rank."""
+    """Parse flags with Megatron's parser. The vocabulary is padded as for one tensor-parallel rank."""
     args = parse_flags(flags)
     multiple = args.make_vocab_size_divisible_by
     args.padded_vocab_size = -(-vocabulary // multiple) * multiple
@@ -91,7 +91,7 @@ def parsed(flags: list[str], vocabulary: int) -> Namespace:
 
 
 def parse_flags(flags: list[str]) -> Namespace:
-    """Megatron's parser reads `sys.argv` and nothing else."""
+    """Parse flags with Megatron's parser, which only reads `sys.argv`."""
     argv, sys.argv = sys.argv, ["megatron", *flags]
     try:
         return megatrons.parse_args(add_yarn_arguments)
@@ -100,7 +100,7 @@ def parse_flags(flags: list[str]) -> Namespace:
 
 
 def completed(stored: Namespace) -> Namespace:
-    """Megatron's arguments, complete, from those that a checkpoint keeps; for one process without TE."""
+    """Complete a checkpoint's arguments to all of Megatron's, for one process without TE."""
     args = parse_flags("--micro-batch-size 1 --train-iters 1 --lr 1e-4 --eval-interval 1000".split())
     for name, value in arguments_without(CUDA).items():
         setattr(args, name, value)
@@ -109,15 +109,15 @@ def completed(stored: Namespace) -> Namespace:
             setattr(args, name, getattr(stored, name))
     if args.hybrid_layer_pattern is not None:
         args.hybrid_layer_pattern = without_stages(args.hybrid_layer_pattern)
-    megatrons.validate_args(args)  # by its module, where a patch stands in its place
+    megatrons.validate_args(args)  # by its module, where a patch may have replaced it
     return args
 
 
 def check_trainable(args: Namespace, name: str) -> None:
-    """Refuse a converted checkpoint whose model Megatron cannot run.
+    """Reject a converted checkpoint whose model Megatron cannot run.
 
     Args:
-        args: the checkpoint's arguments.
+        args: arguments of the checkpoint.
         name: name of the checkpoint in messages.
 
     Raises:
@@ -133,37 +133,38 @@ def check_trainable(args: Namespace, name: str) -> None:
 
 @dataclass(kw_only=True)
 class DepthFields:
-    """Fields of our configurations beside Megatron's."""
+    """Fields that our configurations add to Megatron's."""
 
     mtp: MTPConfig = field(default_factory=MTPConfig)
     """Settings of the run."""
     drafter_steps: int = 0
-    """Tokens that a drafter beside MTP layers drafts; 0 without one."""
+    """Tokens that a drafter drafts in addition to MTP layers; 0 without a drafter."""
     mtp_init_seed: int = 0
     absent: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Layers that the checkpoint to load lacks, by head; all of a drafter's are number 0."""
+    """Layers that the checkpoint to load does not have, by head; all layers of a drafter are number 0."""
     draft_vocabulary: Tensor | None = None
     absent_draft_vocabulary: bool = False
     true_vocab_size: int | None = None
-    """Tokens; `vocab_size` also counts the rows that Megatron appends to them. None if every row is a token."""
+    """Number of tokens; `vocab_size` also counts the padding rows that Megatron appends. None if every row is a token.
+    """
 
     @property
     def heads(self) -> list[HeadSettings]:
-        """The draft heads."""
+        """Names of the MTP layers and drafters."""
         transformer: TransformerConfig = self.transformer  # type: ignore[attr-defined]
         return heads_of(self.mtp, transformer.mtp_num_layers or 0, self.drafter_steps)
 
 
 @dataclass(kw_only=True)
 class MTPGPTModelConfig(DepthFields, megatron_gpt.GPTModelConfig):
-    """Megatron's configuration of a GPT with ours beside it."""
+    """Megatron's GPT configuration with our fields."""
 
     builder: ClassVar[str] = "megatron_mtp.model.build.MTPGPTModelBuilder"
 
 
 @dataclass(kw_only=True)
 class MTPHybridModelConfig(DepthFields, megatron_hybrid.HybridModelConfig):
-    """Megatron's configuration of a hybrid model with ours beside it."""
+    """Megatron's hybrid model configuration with our fields."""
 
     builder: ClassVar[str] = "megatron_mtp.model.hybrid.MTPHybridModelBuilder"
 
@@ -172,10 +173,12 @@ type MTPModelConfig = MTPGPTModelConfig | MTPHybridModelConfig
 
 
 def config_of(args: Namespace, **given: Any) -> MTPModelConfig:
-    """The configuration of what a model computes, from all of Megatron's arguments: nothing of its training.
+    """Build the configuration of a model's computation from all of Megatron's arguments.
+
+    Includes nothing about training.
 
     Args:
-        given: further arguments of Megatron's `gpt_config_from_args`, or of its `hybrid_config_from_args`.
+        given: additional arguments of Megatron's `gpt_config_from_args` or `hybrid_config_from_args`.
     """
     config: MTPModelConfig
     if args.hybrid_layer_pattern is None:
@@ -209,7 +212,7 @@ def config_of(args: Namespace, **given: Any) -> MTPModelConfig:
 
 
 def as_mtp_layers(steps: int, args: Namespace) -> dict[str, Any]:
-    """Megatron's arguments of a model with a drafter: an MTP layer in so many passes, on the frozen trunk of `args`."""
+    """Return Megatron's arguments of a model with a drafter: an MTP layer in K passes on the frozen trunk of `args`."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     trunk = {} if pattern is None else {"hybrid_layer_pattern": pattern.split(Symbols.MTP_SEPARATOR)[0]}
     return {
@@ -227,7 +230,7 @@ def as_mtp_layers(steps: int, args: Namespace) -> dict[str, Any]:
 
 
 def alone(args: Namespace, is_drafter: bool) -> Namespace:
-    """The arguments of a model that drafts with one of two: with the drafter, or with the MTP layers beside it."""
+    """Return the arguments of a model that drafts with only one of two: the drafter or the MTP layers."""
     if not stands_beside(args):
         return args
     changes = as_mtp_layers(drafted_steps(args), args) if is_drafter else {"drafter": None, BESIDE_MTP: False}
@@ -235,12 +238,12 @@ def alone(args: Namespace, is_drafter: bool) -> Namespace:
 
 
 def stored_with(drafter: HeadSpec, args: Namespace) -> dict[str, Any]:
-    """The arguments of a checkpoint that has a drafter, and nothing else that drafts, on the trunk of these."""
+    """Return the arguments of a checkpoint whose only draft module is a drafter, on the trunk of these arguments."""
     return drafter.arguments(trunk_spec(args)) | as_mtp_layers(drafter.drafts, args)
 
 
 def layers_to_read(args: Namespace) -> int | None:
-    """Layers of the trunk as drafters count them; None where a checkpoint's arguments are still to come."""
+    """Return the number of trunk layers, as drafters count them; None if a checkpoint's arguments are not read yet."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern is not None:
         return len(trunk_and_depths(pattern)[0]) // symbols_of_a_layer(pattern)
@@ -249,7 +252,7 @@ def layers_to_read(args: Namespace) -> int | None:
 
 
 def trunk_spec(args: Namespace) -> TrunkSpec:
-    """What a drafter depends on in a trunk of these arguments, which are whole."""
+    """Return the trunk facts that a drafter depends on, from complete arguments."""
     heads, is_latent = args.num_attention_heads, _has_latent(args)
     layers = layers_to_read(args)
     assert layers is not None
@@ -270,7 +273,7 @@ def trunk_spec(args: Namespace) -> TrunkSpec:
 
 
 def trunk_spec_of(config: MTPModelConfig) -> TrunkSpec:
-    """What a drafter depends on in a trunk of this configuration."""
+    """Return the trunk facts that a drafter depends on, from a model configuration."""
     own = config.transformer
     is_latent = own.multi_latent_attention
     tokens = config.true_vocab_size or config.vocab_size
@@ -300,7 +303,9 @@ _OF_MODEL = {
     "rope_scaling_factor": "rope_scaling_factor",
     "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
 }
-"""Arguments of rotary positions with their fields in a model's configuration; YaRN's are in that of its layers."""
+"""Arguments of rotary positions with their fields in a model's configuration; YaRN's are in the configuration of its
+layers.
+"""
 
 
 def _has_latent(args: Namespace) -> bool:
@@ -310,7 +315,7 @@ def _has_latent(args: Namespace) -> bool:
 
 
 def _trunk_scaling(argument: Callable[[str], Any], is_latent: bool) -> dict[str, Any] | None:
-    """The scaling of a trunk's angles, as a drafter with the same attention has it."""
+    """Return the scaling of a trunk's angles, as a drafter with the same attention has it."""
     keys = megatrons_scaling(argument, is_latent)
     if keys["rope_type"] == "yarn":
         if keys["factor"] == 1:

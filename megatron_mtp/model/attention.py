@@ -1,8 +1,8 @@
-"""Attention for machines without Transformer Engine, with attention sinks too.
+"""Attention for machines without Transformer Engine, including attention sinks.
 
-The causal mask is for queries at any positions: whole sequences, ranks of context parallelism, rows of a draft.
+The causal mask works for queries at any positions: whole sequences, ranks of context parallelism, rows of a draft.
 Letters in names: S this rank's positions, B batch, T positions of a packed row, W keys, N query heads, G key heads, M
-query heads of a key head, C channels of a head, P passes of a chain.
+query heads per key head, C channels of a head, P passes of a chain.
 """
 
 from collections.abc import Sequence
@@ -34,25 +34,24 @@ from megatron_mtp.model.packed_rows import bounds_of
 
 
 def causal_mask(positions: Tensor, keys: int) -> Tensor:
-    """True where a query must not look, [..., S, keys]: at the keys that stand after its position.
+    """Return a mask [..., S, keys] that is True where attention is not allowed: at keys after the query's position.
 
     Args:
-        positions: of the queries [..., S], counted as the keys are, from 0.
+        positions: positions of the queries [..., S]; like those of keys, they start at 0.
     """
     return torch.arange(keys, device=positions.device) > positions.unsqueeze(-1)
 
 
 class PortableAttention(torch.nn.Module):
-    """Attention on `scaled_dot_product_attention`: grouped queries, packed sequences, context parallelism, MLA.
+    """Attention based on `scaled_dot_product_attention`: grouped queries, packed sequences, context parallelism, MLA.
 
-    Arguments are those of Megatron's core attention; what only its kernels read (`cp_comm_type`, `v_channels`) is
-    ignored. Under context parallelism keys and values are gathered from all ranks and put in the order of the whole
-    sequence.
+    Takes the arguments of Megatron's core attention; those that only its kernels use (`cp_comm_type`, `v_channels`) are
+    ignored. Under context parallelism, keys and values are gathered from all ranks in the order of the whole sequence.
 
     Attributes:
-        chain: further keys and values, as `key` and `value` of the next call: a query attends to those of its own
-            position too (`SharingAttention`).
-        softmax_offset: score of a sink for each of this rank's heads [N]; None without sinks (`SinkAttention`).
+        chain: additional keys and values for the next call: a query also attends to those at its own position
+            (`SharingAttention`).
+        softmax_offset: sink score for each of this rank's heads [N]; None without sinks (`SinkAttention`).
     """
 
     chain: Sequence[tuple[Tensor, Tensor]] = ()
@@ -90,18 +89,18 @@ class PortableAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """The attention output of this rank's positions, [S, B, N * C] or, packed, [T, N * C].
+        """Return the attention output of this rank's positions, [S, B, N * C] or, packed, [T, N * C].
 
         Args:
             query: [S, B, N, C] or, packed, [T, N, C].
             key, value: the same with G heads; a value may have fewer channels.
-            attention_mask: bool, broadcast over [B, N, S, whole sequence], True where attention is not allowed; without
-                one the mask follows from the layer's mask type. Not for packed rows.
-            attn_mask_type: not read, as Megatron's own local attention does not read it.
-            packed_seq_params: where the documents of a packed row start; padding belongs to the document before it.
+            attention_mask: bool, broadcast over [B, N, S, whole sequence], True where attention is not allowed. If
+                None, the mask follows from the layer's mask type. Not supported for packed rows.
+            attn_mask_type: ignored, as in Megatron's own local attention.
+            packed_seq_params: document boundaries of a packed row; padding belongs to the previous document.
 
         Raises:
-            ValueError: an attention bias is given, or a document cannot be cut for context parallelism.
+            ValueError: an attention bias is given, or a document cannot be split for context parallelism.
         """
         if attention_bias is not None:
             raise ValueError("attention without Transformer Engine takes no bias; leave attention_bias out.")
@@ -115,7 +114,10 @@ class PortableAttention(torch.nn.Module):
     def _documents(
         self, query_SBNC: Tensor, key_SBGC: Tensor, value_SBGC: Tensor, bounds: list[int], mask: Tensor | None
     ) -> Tensor:
-        """Every document by itself, [S, B, N * C]; `bounds` are where they start and end in the whole sequence."""
+        """Attend within every document, [S, B, N * C].
+
+        `bounds` are the documents' starts and ends in the whole sequence.
+        """
         ranks, positions_S = self.cp_group.size(), None
         if ranks > 1:
             positions_RS = to_device(positions_of_ranks(torch.tensor(bounds), ranks), query_SBNC.device)
@@ -139,7 +141,7 @@ class PortableAttention(torch.nn.Module):
         mask: Tensor | None,
         chain: Sequence[tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """Attention within a document, [S, B, N * C]; without `position_S` the queries are its last positions."""
+        """Attend within one document, [S, B, N * C]; without `position_S` the queries are its last positions."""
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SBNC, key_SBGC, value_SBGC))
         queries, keys, channels = query.size(2), key.size(2), value.size(-1)
         plain = mask is None and position_S is None and self.window is None and queries == keys
@@ -181,10 +183,10 @@ class PortableAttention(torch.nn.Module):
         return found_SBNC.flatten(2)
 
     def _visible(self, position_S: Tensor, keys: int, mask: Tensor | None, later: int = 0) -> Tensor:
-        """Bool, broadcast over [B, N, S, keys]: True where a query attends to a key.
+        """Return bool, broadcast over [B, N, S, keys]: True if a query attends to a key.
 
         Args:
-            later: how many positions behind its place a query stands, from which its window counts.
+            later: how many positions after its index a query is; its window counts from there.
         """
         visible = torch.ones(position_S.numel(), keys, dtype=torch.bool, device=position_S.device)
         if mask is not None:
@@ -201,14 +203,16 @@ class PortableAttention(torch.nn.Module):
 def with_chain(
     query_BNSC: Tensor, key_BGWC: Tensor, value_BGWC: Tensor, scores_BNSP: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values with a key in front for each pass of a chain, where every query has a key of its own.
+    """Add a key for each pass of a chain to queries, keys and values, where every query has its own key.
 
-    One key cannot be each query's own, but its score can: a further channel has 1 in this key, 0 in all others, and in
-    every query the product with its own key (`scores_BNSP`). In half precision, another has what rounding takes.
+    A single key cannot differ by query, but its score can: one additional channel is 1 in this key, 0 in all others,
+    and in every query the product with its own key (`scores_BNSP`). In half precision, another channel holds the
+    rounding error.
 
         (q, q . k_1, q . k_2) * (0, 1, 0) = q . k_1
 
-    A further channel of the values, 1 in this key's and 0 in all others, becomes the weight of the query's own value.
+    An additional channel of the values, 1 in this key's and 0 in all others, returns the weight of the query's own
+    value.
     """
     dtype, passes = query_BNSC.dtype, scores_BNSP.size(-1)
     columns = [scores_BNSP.to(dtype)]
@@ -229,7 +233,7 @@ def with_chain(
 
 
 def _scores(query_SBNC: Tensor, key_SBGC: Tensor) -> Tensor:
-    """The product of each query with the key of its own position, [S, B, N], in float32 or better."""
+    """Return the product of each query with the key of its own position, [S, B, N], in at least float32."""
     exact = torch.promote_types(query_SBNC.dtype, torch.float32)
     query_SBGMC = query_SBNC.to(exact).unflatten(2, (key_SBGC.size(2), -1))
     return (query_SBGMC * key_SBGC.unsqueeze(3)).sum(-1).flatten(2)
@@ -238,9 +242,10 @@ def _scores(query_SBNC: Tensor, key_SBGC: Tensor) -> Tensor:
 def with_sink(
     query_BNSC: Tensor, key_BGWC: Tensor, value_BGWC: Tensor, offset_N: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values with a sink behind the last key: its score is the head's offset, and its value is zero.
+    """Append a sink after the last key: its score is the head's offset, and its value is zero.
 
-    A further channel makes the score. It is 1 in the sink's key and 0 in all others, and offset / scale in the queries:
+    An additional channel computes the score. It is 1 in the sink's key and 0 in all others, and offset / scale in the
+    queries:
 
         (q, offset / scale) * (0, 1) * scale = offset
     """
@@ -257,7 +262,7 @@ def with_sink(
 class SinkAttention(PortableAttention):
     """Attention with a sink in every head, whose score is trained or 0 (`--softmax-type`; arXiv:2309.17453).
 
-    The score's name and its part of a checkpoint are those of Megatron's `DotProductAttention`.
+    Name and checkpoint entry of the score match Megatron's `DotProductAttention`.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **others: Any) -> None:
@@ -278,7 +283,7 @@ class SinkAttention(PortableAttention):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """The scores, shared out by tensor-parallel rank."""
+        """Return the scores, sharded over tensor-parallel ranks."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,

@@ -1,9 +1,9 @@
-"""Block drafters whose drafts know the token before: a bias of low rank is added to their logits, as DSpark does.
+"""Block drafters that know the previous token: a low-rank bias is added to their logits, as in DSpark.
 
-    logits of draft k    head(h) + W2 W1[t_{a+k-1}]     h the row's state after the norm
+    logits of draft k    output(h) + W2 W1[t_{a+k-1}]     h the row's state after the norm
 
-Letters in names: A blocks, D drafts of a block, B batch, H hidden, R rank of the bias, X both side by side, V
-vocabulary, N drafted tokens.
+Letters in names: A blocks, D draft tokens of a block, B batch, H hidden, R rank of the bias, X both side by side, V
+vocabulary, N draft vocabulary.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class BiasedLayer(BlockDrafterLayer):
 
     Attributes:
         markov_w1: W1 [V, R].
-        markov_w2: W2 [N, R], with the rows of the head.
+        markov_w2: W2 [N, R], with the same rows as the output layer.
     """
 
     def __init__(self, drafter: HeadSpec, config: TransformerConfig, drafted: int | None, *others: Any) -> None:
@@ -41,7 +41,7 @@ class BiasedLayer(BlockDrafterLayer):
 
 
 class BiasedBlocks(BlockDrafter):
-    """K drafts at once, whose logits have the bias by the token before."""
+    """Drafts K tokens at once, with a logit bias by the previous token."""
 
     @override
     def with_bias(
@@ -52,7 +52,7 @@ class BiasedBlocks(BlockDrafter):
         return list(both_ADBX.unbind(1)), self.confidence(both_ADBX)
 
     def before(self, states_ADBH: Tensor, token_ADB: Tensor, embedded: Callable[[Tensor], Tensor]) -> Tensor:
-        """What the tokens before each draft give the bias, [A, D, B, R].
+        """Return the bias features of the tokens before each draft, [A, D, B, R].
 
         Args:
             embedded: embeddings [S, B, H] of tokens [B, S].
@@ -62,12 +62,12 @@ class BiasedBlocks(BlockDrafter):
 
     @property
     def bias_weight(self) -> Tensor:
-        """The rows [N, R] whose products with these are the bias."""
+        """Return the rows [N, R] whose products with these features are the bias."""
         made: Tensor = self.layer.markov_w2
         return made
 
     def confidence(self, both_ADBX: Tensor) -> Tensor | None:
-        """Logits [D, A, B] that the drafts are accepted, of a kind that learns them."""
+        """Return logits [D, A, B] of the drafts being accepted, for kinds that learn them."""
         return None
 
     @override

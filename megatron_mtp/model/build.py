@@ -1,8 +1,8 @@
-"""From a configuration to a model on this machine: whoever needs a model comes here.
+"""Build a model on this machine from a configuration. This is the only place that builds models.
 
-join_world()                    the process group, of a job or of this process alone
-build(configuration) -> model   a pipeline stage: Megatron's `GPTModel` or, of arguments with a hybrid layer pattern,
-                                its `HybridModel`, with draft heads, as Megatron's `pretrain()` builds it too
+join_world()                    join the process group, of a job or of this process alone
+build(configuration) -> model   a pipeline stage with MTP layers and drafters, as Megatron's `pretrain()` builds it:
+                                `GPTModel` or, with a hybrid layer pattern, `HybridModel`
 """
 
 import copy
@@ -47,14 +47,15 @@ from megatron_mtp.spec.head import HeadSpec
 
 
 def join_world(alone: bool = False, expert_parallel: int = 1) -> None:
-    """Join the process group of the job, all of it tensor-parallel, unless this process is in one already.
+    """Join the process group of the job, all of it tensor-parallel, unless this process has already joined one.
 
     Args:
-        alone: make a group of this process, whatever job it belongs to.
-        expert_parallel: over so many ranks experts are spread whole; over the others each is cut.
+        alone: create a group of only this process, whatever job it belongs to.
+        expert_parallel: number of ranks that hold different experts; each expert is split over the remaining ranks.
 
     Raises:
-        ValueError: the job was given GPUs, and this rank finds none; or it does not have a multiple of these ranks.
+        ValueError: the job was given GPUs and this rank finds none, or the number of ranks is not a multiple of
+            `expert_parallel`.
     """
     if not torch.distributed.is_initialized():
         backend = "gloo" if alone or cpu.installed() else "nccl"
@@ -81,32 +82,32 @@ def join_world(alone: bool = False, expert_parallel: int = 1) -> None:
 
 
 def build(config: MTPModelConfig, groups: ProcessGroupCollection | None = None, **stage: Any) -> LanguageModule:
-    """The model of this process: the whole of it, or a pipeline stage.
+    """Build this process's model: all of it, or a pipeline stage.
 
     Args:
-        groups: process groups; None takes Megatron's global ones.
-        stage: further arguments of `MTPGPTModelBuilder.build_model`.
+        groups: process groups; None for Megatron's global ones.
+        stage: additional arguments of `MTPGPTModelBuilder.build_model`.
     """
     groups = groups or ProcessGroupCollection.use_mpu_process_groups()
     return config.get_builder_cls()(config).build_model(groups, **stage)
 
 
 Specs = tuple[dict[str, Any], MultiTokenPredictionLayerSubmodules | None]
-"""Arguments of a model's class that say what its layers are, and the spec of an MTP layer; None without any."""
+"""Arguments of a model's class that specify its layers, and the spec of an MTP layer; None without MTP layers."""
 
 
 class AttachingBuilder(ABC):
-    """Put before a builder of Megatron's: a model of Megatron's class, of these layers, with draft heads.
+    """Mix-in for Megatron's builders: builds Megatron's model class from these layers and adds MTP layers and drafters.
 
     Attributes:
-        kind: the class.
+        kind: the model class.
     """
 
     kind: ClassVar[type]
 
     @abstractmethod
     def specs(self, vp_stage: int | None) -> Specs:
-        """The layers of a stage."""
+        """Return the layer spec of a stage."""
 
     def build_model(
         self,
@@ -115,7 +116,7 @@ class AttachingBuilder(ABC):
         post_process: bool | None = None,
         vp_stage: int | None = None,
     ) -> LanguageModule:
-        """Build a pipeline stage, as Megatron's builder does by these arguments."""
+        """Build a pipeline stage; takes the arguments of Megatron's builder."""
         config: MTPModelConfig = self._model_config  # type: ignore[attr-defined]
         virtual: dict[str, Any] = {"vp_stage": vp_stage, "vp_size": config.virtual_pipeline_model_parallel_size}
         if pre_process is None:
@@ -145,7 +146,7 @@ class AttachingBuilder(ABC):
 
 
 class MTPGPTModelBuilder(AttachingBuilder, megatron_gpt.GPTModelBuilder):
-    """Builds a GPT with draft heads."""
+    """Builds a GPT with MTP layers and drafters."""
 
     kind = GPTModel
 
@@ -171,7 +172,7 @@ _PASSED_ON = (
 
 
 def _layer_spec(config: MTPGPTModelConfig, vp_stage: int | None) -> Any:
-    """The trunk's layers: the user's `--spec`, or Megatron's choice for this configuration."""
+    """Return the spec of the trunk's layers: the user's `--spec`, or Megatron's choice for this configuration."""
     spec = config.transformer_layer_spec
     if spec is None:
         spec = megatron_gpt.default_layer_spec(config, vp_stage)
@@ -183,7 +184,7 @@ def _layer_spec(config: MTPGPTModelConfig, vp_stage: int | None) -> Any:
 
 
 def _block_spec(config: MTPGPTModelConfig, layer_spec: Any, vp_stage: int | None) -> Any:
-    """The trunk's layers and final norm, with portable modules where Megatron's local ones would stand."""
+    """Return the spec of the trunk's layers and final norm, with portable modules instead of Megatron's local ones."""
     if config.transformer.transformer_impl != "local":
         return with_modules(layer_spec, PLAIN_QUERIES)
     if isinstance(layer_spec, ModuleSpec) and layer_spec.module is TransformerLayer:
@@ -195,7 +196,7 @@ def _block_spec(config: MTPGPTModelConfig, layer_spec: Any, vp_stage: int | None
 def _head_plan(
     config: MTPModelConfig, head: HeadSettings, mtp_layer: MultiTokenPredictionLayerSubmodules | None
 ) -> HeadPlan:
-    """How a stage makes a head.
+    """Plan how a stage creates a head.
 
     Raises:
         ValueError: the trunk does not have the layers that it reads.
@@ -218,7 +219,7 @@ def _head_plan(
 
 
 def _drafter(config: MTPModelConfig, head: HeadSettings) -> HeadSpec | None:
-    """The drafter that a head is, reading layers by Megatron's numbers; None of MTP layers.
+    """Return a head's drafter with layers in Megatron's numbers; None for MTP layers.
 
     Raises:
         ValueError: the trunk does not have them.
@@ -248,7 +249,10 @@ def _padded_vocab_size(config: MTPModelConfig) -> int:
 def _mtp_submodules(
     config: MTPGPTModelConfig, layer_spec: Any, vp_stage: int | None
 ) -> MultiTokenPredictionLayerSubmodules | None:
-    """The spec of an MTP layer, which has the kind of the trunk's last layer, dense or MoE; None without any."""
+    """Return the spec of an MTP layer, of the same kind as the trunk's last layer, dense or MoE.
+
+    None without MTP layers.
+    """
     transformer = config.transformer
     if all(head.settings.drafter is not None for head in config.heads):
         return None

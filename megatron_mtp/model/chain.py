@@ -1,4 +1,4 @@
-"""A chain of MTP layers: each depth continues from the hidden state of the depth before.
+"""A chain of MTP layers: each continues from the hidden state of the previous one.
 
 Letters in names: D depths, S sequence, B batch, H hidden.
 """
@@ -15,23 +15,24 @@ from megatron_mtp.model.mixing import Mixer
 from megatron_mtp.model.trunk_output import Angles, AttentionInputs
 
 Layer = Callable[[Tensor, Tensor, AttentionInputs, Tensor | None], Tensor]
-"""A depth: the state and the embedding that it reads, both [S, B, H], attention, mask [B, S]; see `mtp.py`."""
+"""Function of a depth: takes its input state and embedding, both [S, B, H], attention, and mask [B, S]; see `mtp.py`.
+"""
 
 
 @dataclass(frozen=True)
 class DepthInputs:
-    """What the depths of a microbatch read beside the trunk's hidden states.
+    """Inputs of the MTP layers for a microbatch, in addition to the trunk's hidden states.
 
     Attributes:
-        tokens_DBS: at depth d and position i the token t_{i+d}, 0 where it lies outside the document; None for
-            parallel heads on a stage without tokens.
-        positions: ids of these tokens' positions for the embedding, [B, S], of every depth.
+        tokens_DBS: token t_{i+d} at depth d and position i, 0 outside the document; None for parallel heads on a stage
+            without tokens.
+        positions: position ids of these tokens for the embedding, [B, S], at every depth.
         embedding: the shared embedding, called with `input_ids` and `position_ids`.
-        attention: the inputs of the trunk's layers.
-        padding_mask_DBS: True where a position was shifted in from outside, at the positions that this rank has.
-        mixer: which states the depths of a chain continue from; None for those of the depths before them.
-        angles: the rotary angles of later positions, where passes that share keys stand.
-        is_apart: whether the trunk's states and the embedding get no gradient.
+        attention: attention inputs of the trunk's layers.
+        padding_mask_DBS: True where a position was shifted in from outside; this rank's positions.
+        mixer: chooses the states that depths continue from; None for those of the previous depth.
+        angles: rotary angles of later positions, for passes that share keys.
+        is_apart: whether no gradient reaches the trunk's states and the embedding.
     """
 
     tokens_DBS: Tensor | None
@@ -44,22 +45,22 @@ class DepthInputs:
     is_apart: bool = False
 
     def mask(self, depth: int) -> Tensor | None:
-        """The padding mask of a depth, from 0, [B, S]; None where there is none."""
+        """Return the padding mask of a depth, counted from 0, [B, S]; None if there is none."""
         return None if self.padding_mask_DBS is None else self.padding_mask_DBS[depth]
 
     def embedded(self, depth: int) -> Tensor:
-        """The embedding of a depth's tokens, from 0, [S, B, H]."""
+        """Return the embeddings of a depth's tokens, counted from 0, [S, B, H]."""
         assert self.tokens_DBS is not None
         embedded_SBH = self.embedding(input_ids=self.tokens_DBS[depth], position_ids=self.positions[depth])
         return embedded_SBH.detach() if self.is_apart else embedded_SBH
 
 
 def chain(layers: Sequence[Layer], hidden_SBH: Tensor, inputs: DepthInputs) -> list[Tensor]:
-    """Hidden states of depth 1 .. D, each [S, B, H]: layers one after another, the first again after the last.
+    """Run layers one after another, cyclically, and return the hidden states of depths 1 .. D, each [S, B, H].
 
     Args:
-        layers: of any class; a layer that serves all depths is given once.
-        hidden_SBH: the trunk's, after its final norm.
+        layers: layers of any class; a repeated layer is given once.
+        hidden_SBH: the trunk's hidden states, after its final norm.
     """
     state_SBH, states = hidden_SBH.detach() if inputs.is_apart else hidden_SBH, list[Tensor]()
     for depth in range(len(inputs.positions)):
@@ -72,7 +73,7 @@ def chain(layers: Sequence[Layer], hidden_SBH: Tensor, inputs: DepthInputs) -> l
 
 
 def padding_mask(batch: DepthBatch, config: TransformerConfig, tp_group: ProcessGroup) -> Tensor | None:
-    """Where positions were shifted in from outside, at those that this rank has; None where no router reads it."""
+    """Return where this rank's positions were shifted in from outside; None if no router uses it."""
     if config.num_moe_experts is None:
         return None
     shifted_in_DBS = ~batch.inside_DBS

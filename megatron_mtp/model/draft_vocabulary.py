@@ -1,11 +1,12 @@
-"""The draft vocabulary: the N tokens that MTP layers may draft. A draft costs the head's rows of these tokens alone.
+"""Draft vocabulary: the N tokens that MTP layers may draft. A draft costs only these rows of the output layer.
 
-Each tensor-parallel rank uses the drafted rows of its own slice of the head; ranks may have different numbers of them.
-Draft indices follow ascending tokens: those of a rank's slice are consecutive, beginning with `first`.
+Each tensor-parallel rank uses the rows of its own slice of the output layer; ranks may have different numbers of them.
+Draft indices follow ascending tokens, so those of a rank's slice are consecutive, starting at `first`.
 
-    vocabulary 0 .. 7 over two ranks, drafted 1 2 6      rank 0: rows 1 2, first 0      rank 1: row 2, first 2
+    vocabulary 0 .. 7 over two ranks, draft tokens 1 2 6      rank 0: rows 1 2, first 0      rank 1: row 2, first 2
 
-Letters in names: N drafted tokens, K those of this rank's slice, V the whole vocabulary, W this rank's slice of it.
+Letters in names: N draft vocabulary, K its part in this rank's slice, V the whole vocabulary, W this rank's slice of
+it.
 """
 
 from itertools import pairwise
@@ -16,21 +17,21 @@ import torch
 from torch import Tensor, nn
 
 NOT_DRAFTED = -1
-"""The index of a token outside of the draft vocabulary."""
+"""Index of a token outside the draft vocabulary."""
 
 
 class DraftVocabulary(nn.Module):
-    """The drafted rows of this rank; its tensors move with the model and are not saved in checkpoints.
+    """This rank's part of the draft vocabulary. Its tensors move with the model and are not saved in checkpoints.
 
     Attributes:
-        rows_K: within this rank's slice of the head.
-        drafted_W: whether each token of the slice is drafted.
-        index_V: of every token among the drafted ones; `NOT_DRAFTED` for the others.
+        rows_K: row indices within this rank's slice of the output layer.
+        drafted_W: whether each token of the slice is in the draft vocabulary.
+        index_V: index of every token in the draft vocabulary; `NOT_DRAFTED` for tokens outside it.
         first: index of the first of `rows_K`.
         size: N.
 
     Raises:
-        ValueError: the tokens do not ascend.
+        ValueError: the tokens are not ascending.
     """
 
     rows_K: Tensor
@@ -53,7 +54,7 @@ class DraftVocabulary(nn.Module):
 
 
 def tokens_of_file(path: Path, vocab_size: int, what: str = "--mtp-draft-vocab-file") -> list[int]:
-    """The ids in a text file with one id per line, or in a token map of FR-Spec and SGLang (.pt), in ascending order.
+    """Read and sort token ids from a text file with one id per line, or from a token map of FR-Spec and SGLang (.pt).
 
     Args:
         path: the file; its ids may have any order, such as the most frequent first.

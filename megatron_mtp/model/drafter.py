@@ -1,9 +1,9 @@
-"""Interface of drafters: they read the trunk's states after some layers, in the place of MTP layers or beside them.
+"""Base classes of drafters, which read the trunk's states after some layers, instead of MTP layers or alongside them.
 
-A drafter is an MTP block of another kind, so that losses, metrics, layouts and drafting are those of MTP: eagle3.py
-runs one layer in K passes, block_drafter.py several layers once for K tokens.
+A drafter is an MTP block of another kind, so losses, metrics, layouts and decoding treat it like MTP layers: eagle3.py
+runs one layer in K passes, block_drafter.py runs several layers once for K tokens.
 
-Letters in names: S sequence, B batch, H hidden, N drafted tokens, X states of several layers side by side.
+Letters in names: S sequence, B batch, H hidden, N draft vocabulary, X states of several layers side by side.
 """
 
 import re
@@ -37,12 +37,12 @@ from megatron_mtp.spec.kinds import DRAFTERS
 
 
 def layer_spec(config: TransformerConfig, swaps: dict[Any, Any], **of_layer: Any) -> ModuleSpec:
-    """A layer of Megatron's local modules with our norms, whatever modules the trunk has.
+    """Return the spec of a layer of Megatron's local modules with our norms, whatever modules the trunk uses.
 
     Args:
-        config: of `layer_config`.
-        swaps: classes in the place of others.
-        of_layer: further submodules of the layer.
+        config: result of `layer_config`.
+        swaps: classes to replace by others.
+        of_layer: additional submodules of the layer.
     """
     plain = get_gpt_layer_local_submodules(
         normalization="RMSNorm", qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
@@ -52,12 +52,13 @@ def layer_spec(config: TransformerConfig, swaps: dict[Any, Any], **of_layer: Any
 
 
 class DrafterLayer(MegatronModule):
-    """Weights that drafters of all kinds have, and what runs over them.
+    """Weights and computation that all kinds of drafters share.
 
     Attributes:
-        fc: makes a feature of the states that are read.
-        norm: before the head.
-        head: [N, H], the rows of the drafted tokens, whole on every tensor-parallel rank; None for the trunk's head.
+        fc: projects the states that are read to a feature.
+        norm: norm before the output layer.
+        head: [N, H], output rows of the draft vocabulary, whole on every tensor-parallel rank; None to use the trunk's
+            output layer.
     """
 
     head: Tensor | None
@@ -76,24 +77,25 @@ class DrafterLayer(MegatronModule):
         self.register_parameter("head", rows_NH)
 
     def whole_on_every_rank(self, *sizes: int) -> torch.nn.Parameter:
-        """New zeros that tensor parallelism does not cut."""
+        """Return new zeros that are not split by tensor parallelism."""
         device = torch.cuda.current_device()
         return torch.nn.Parameter(torch.zeros(sizes, dtype=self.config.params_dtype, device=device))
 
     def feature(self, states_SBX: Tensor) -> Tensor:
-        """The features [S, B, H] of the trunk's states after the chosen layers, side by side."""
+        """Return the features [S, B, H] of the trunk's states after the chosen layers, side by side."""
         raise NotImplementedError
 
 
 class DrafterBlock(MultiTokenPredictionBlock):
-    """K drafts, whose head and embedding are the trunk's and are not trained by them; the drafter comes first.
+    """Drafts K tokens. The trunk's output layer and embedding are used but not trained.
 
     Attributes:
-        settings: of the drafter's layers, beside those of `layer_config`.
-        rotary: makes its angles; the trunk's heads may have others, or none. None where latent attention makes its own.
+        settings: settings of the drafter's layers, in addition to those of `layer_config`.
+        rotary: computes its rotary angles, because the trunk's may differ or not exist; None if latent attention
+            computes its own.
 
     Raises:
-        ValueError: there is a draft vocabulary, and its kind drafts from all tokens.
+        ValueError: there is a draft vocabulary, and this kind drafts from all tokens.
     """
 
     settings: ClassVar[dict[str, Any]] = {}
@@ -125,11 +127,11 @@ class DrafterBlock(MultiTokenPredictionBlock):
 
     @classmethod
     def submodules(cls, drafter: HeadSpec, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
-        """The spec of its layers on a trunk of this configuration."""
+        """Return the spec of its layers on a trunk of this configuration."""
         raise NotImplementedError
 
     def angles(self, length: int, **others: Any) -> tuple[Tensor, float]:
-        """Rotary angles [length, 1, 1, C] of its first positions, and YaRN's factor of cosines and sines, else 1.
+        """Return the rotary angles [length, 1, 1, C] of its first positions, and YaRN's factor of cosines and sines.
 
         Args:
             length: number of positions.
@@ -141,12 +143,12 @@ class DrafterBlock(MultiTokenPredictionBlock):
 
     @property
     def layer(self) -> Any:
-        """The module with the drafter's weights."""
+        """Return the module with the drafter's weights."""
         return self.layers[0]
 
     @override
     def begin_head(self, head: Head) -> None:
-        """Copy the trunk's rows of the drafted tokens, each from the rank that has it."""
+        """Copy the trunk's output rows of the draft vocabulary, each from the rank that has it."""
         if self.layer.head is None or head.draft_vocabulary is None:
             return
         drafted = head.draft_vocabulary
@@ -165,7 +167,7 @@ class DrafterBlock(MultiTokenPredictionBlock):
         return replace(head, own_rows=rows_NH[first : first + count])
 
     def read_states(self, trunk: TrunkOutput) -> Tensor:
-        """The trunk's states after the layers that are read, side by side; they are not trained.
+        """Return the trunk's states after the layers that are read, side by side and without gradient.
 
         Raises:
             ValueError: the layers did not run in the same forward pass.
@@ -181,7 +183,7 @@ class DrafterBlock(MultiTokenPredictionBlock):
     def entries(
         self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any] | None
     ) -> ShardedStateDict:
-        """Entries under `drafter.`, beside the trunk's, or under the name of an attached drafter."""
+        """Return checkpoint entries under `drafter.`, or under the name of an attached drafter."""
         entries = super().entries(prefix, sharded_offsets, metadata)
         own = re.sub(rf"\b({'|'.join(HEADS)})\.$", DRAFTER, prefix)
         apply_prefix_mapping(entries, {f"{prefix}layers.0.": own, prefix: own})

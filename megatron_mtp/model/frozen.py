@@ -1,4 +1,4 @@
-"""A trunk that stays as it was loaded (--mtp-train-only): no gradients, and zeros for the stage before."""
+"""Frozen trunk (--mtp-train-only): no gradients for the trunk, and zero gradients to the previous pipeline stage."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,20 +10,20 @@ from megatron_mtp.spec.config import HEADS
 
 
 def freeze_trunk(model: nn.Module) -> None:
-    """Turn gradients off for all but the MTP block: layers, norms, embedding and head, and the embedding's copy."""
+    """Turn gradients off for everything but the MTP block: layers, norms, embedding and its copy, output layer."""
     for module in trunk_modules(model):
         module.requires_grad_(False)
 
 
 def trunk_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """The parts of a stage that do not draft."""
+    """Return the modules of a stage that belong to the trunk."""
     return (module for name, module in model.named_children() if name not in HEADS)
 
 
 def answer_with_zeros(hidden_SBH: Tensor, stage_input_SBH: Tensor) -> Tensor:
-    """The hidden state [S, B, H]; its backward pass gives the stage's input [S, B, ..] a gradient of zeros.
+    """Return the hidden state [S, B, H]; its backward pass gives the stage's input [S, B, ..] a gradient of zeros.
 
-    The pipeline's schedule waits for a gradient from every stage but the first, also where nothing is trained.
+    The pipeline schedule waits for a gradient from every stage but the first, even if nothing there is trained.
     """
     apply: Callable[[Tensor, Tensor], Tensor] = _ZeroGradient.apply  # torch types it from 2.15 on
     return apply(hidden_SBH, stage_input_SBH)

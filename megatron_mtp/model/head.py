@@ -1,4 +1,4 @@
-"""The output head, which the trunk and every depth share, as a loss needs it."""
+"""The output layer, shared by the trunk and all MTP layers, with what a loss needs to know about it."""
 
 import inspect
 from collections.abc import Callable
@@ -18,23 +18,23 @@ from megatron_mtp.model.vocabulary import Vocabulary, mask_padding_, tokens_of_s
 
 @dataclass(frozen=True)
 class Head:
-    """The output head shared by the trunk and every depth, over this rank's slice of the vocabulary.
+    """Output layer shared by the trunk and all MTP layers; this rank's slice of the vocabulary.
 
     Attributes:
-        project: hidden states [S, B, H] to logits [S, B, V / TP], new ones that the caller may overwrite.
-        cross_entropy: labels [B, S] and logits [S, B, V / TP] to losses [B, S]; rows that pad the vocabulary have no
-            probability, and the logits are overwritten.
+        project: hidden states [S, B, H] to logits [S, B, V / TP], in new memory that the caller may overwrite.
+        cross_entropy: labels [B, S] and logits [S, B, V / TP] to losses [B, S]; vocabulary padding has probability 0,
+            and the logits are overwritten.
         tp_group: ranks that hold the other slices.
-        weight: [V / TP, H], detached where the caller must not train it.
-        whole: hidden states as the tensor-parallel region takes them: all positions, with gradients summed over ranks.
-        logit_scale: by which all logits are multiplied.
+        weight: [V / TP, H], detached if the caller must not train it.
+        whole: gathers hidden states for the tensor-parallel region: all positions, with gradients summed over ranks.
+        logit_scale: factor of all logits.
         draft_vocabulary: the tokens that the MTP layers may draft; None for all.
-        vocab_size: tokens of all slices; the rows after them only pad the slices. None if every row is a token.
-        own_rows: a drafter's own rows of the drafted tokens of this slice; None where it drafts with the trunk's.
-        bias_rows: [V / TP, R] or fewer, further columns of the rows that draft; states then are [S, B, H + R].
-        takes_slices: whether drafts' states are cut by sequence parallelism as the trunk's are.
-        candidates: tokens with the largest logits without the bias, from which a draft is chosen by the logits with it;
-            None where it is chosen from all.
+        vocab_size: number of tokens of all slices; further rows are padding. None if every row is a token.
+        own_rows: a drafter's own output rows of this slice; None if it drafts with the trunk's.
+        bias_rows: [V / TP, R] or fewer, additional columns of the rows that draft; states then are [S, B, H + R].
+        takes_slices: whether drafter states are split by sequence parallelism like the trunk's.
+        candidates: number of tokens with the largest logits without bias, among which the logits with bias choose; None
+            to choose among all.
     """
 
     project: Callable[[Tensor], Tensor]
@@ -51,7 +51,7 @@ class Head:
     candidates: int | None = None
 
     def whole_drafts(self, hidden_SBX: Tensor) -> Tensor:
-        """Like `whole`, of the states that draft."""
+        """Like `whole`, for the states of the drafter."""
         return (
             self.whole(hidden_SBX)
             if self.takes_slices
@@ -60,17 +60,17 @@ class Head:
 
     @property
     def draft_weight(self) -> Tensor:
-        """The rows that the MTP layers draft with, [V / TP, H] or fewer."""
+        """Rows that the MTP layers draft with, [V / TP, H] or fewer."""
         return self.taught_weight if self.own_rows is None else self.own_rows
 
     @property
     def taught_weight(self) -> Tensor:
-        """The trunk's rows of the tokens that are drafted."""
+        """The trunk's rows of the draft vocabulary."""
         drafted = self.draft_vocabulary
         return self.weight if drafted is None else self.weight.index_select(0, drafted.rows_K)
 
     def vocabulary(self, drafts: bool = False) -> Vocabulary:
-        """The vocabulary that the rows stand for; with `drafts`, that of the rows that the MTP layers draft with."""
+        """Return the vocabulary of the rows; with `drafts`, that of the rows that the MTP layers draft with."""
         drafted = self.draft_vocabulary if drafts else None
         rows = len(self.weight) if drafted is None else drafted.rows_K.numel()
         return Vocabulary(rows, self.tp_group, self.logit_scale, drafted, self.vocab_size)
@@ -84,13 +84,13 @@ def head_of(
     draft_vocabulary: DraftVocabulary | None = None,
     vocab_size: int | None = None,
 ) -> Head:
-    """The output head of a model on its last stage, as a loss needs it.
+    """Return the output layer of a model on its last stage, as losses need it.
 
     Args:
-        model: Megatron's, or a class on top of it.
-        owner: the module whose weight is the head's.
+        model: Megatron's model, or a subclass.
+        owner: the module that owns the weight.
         gathers: whether `project` gathers the slices of the vocabulary; None for the model's own choice.
-        detached: whether the head is not trained.
+        detached: whether the output layer is not trained.
         draft_vocabulary, vocab_size: see `Head`.
     """
     _await_gathered(owner)

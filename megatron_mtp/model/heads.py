@@ -1,7 +1,7 @@
-"""The draft heads of a model: a list, MTP layers first, and a drafter in their place or after them.
+"""The draft heads of a model: MTP layers first, then a drafter instead of them or alongside them.
 
-Whatever a head is, it drafts from the trunk's output, it has an output head, and a checkpoint may lack its layers. One
-pipeline stage holds all of them; the others know which layers of the trunk they read.
+Every draft head drafts from the trunk's output, has an output layer, and may be missing from a checkpoint. One pipeline
+stage holds all of them; the other stages know which trunk layers they read.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,20 +23,20 @@ BLOCKS: "Imported[type[DrafterBlock]]" = Imported({row.name: row.block for row i
 """Modules of drafters by kind."""
 
 OWN_HEAD = "layers.0.head"
-"""A drafter's rows of the draft vocabulary, within its block."""
+"""Name, within a drafter's block, of its output head for the draft vocabulary."""
 
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """How a stage makes a draft head.
+    """How a stage builds a draft head.
 
     Attributes:
-        name: of its module, a key of `config.HEADS`.
-        block: makes it, from the arguments of `MultiTokenPredictionBlock`.
-        layer: the spec of its layers.
-        reads: numbers of the trunk's layers whose states it reads, from 1.
-        absent: its layers that the checkpoint which is about to be loaded lacks.
-        init, seed: how these are made (`initialize.py`).
+        name: its module name, a key of `config.HEADS`.
+        block: creates it, with the arguments of `MultiTokenPredictionBlock`.
+        layer: spec of its layers.
+        reads: numbers of the trunk layers whose states it reads, from 1.
+        absent: its layers that the checkpoint to load lacks.
+        init, seed: how to initialize these (`initialize.py`).
     """
 
     name: str
@@ -49,11 +49,11 @@ class HeadPlan:
 
 
 class DraftHeads:
-    """The heads of a model, as one of its stages has them.
+    """The draft heads of a model on one of its stages.
 
     Args:
-        plans: of every head.
-        lacks_vocabulary: whether the checkpoint that is about to be loaded has no list of drafted tokens.
+        plans: plan of every head.
+        lacks_vocabulary: whether the checkpoint to load has no draft vocabulary.
 
     Attributes:
         blocks: the modules, on the stage that holds them.
@@ -64,7 +64,7 @@ class DraftHeads:
         self.blocks: list[MultiTokenPredictionBlock] = []
 
     def build(self, model: Any, draft_vocabulary: Tensor | None) -> None:
-        """Give the stage the modules."""
+        """Build the modules on this stage."""
         for plan in self.plans:
             block = plan.block(model.config, plan.layer, model.pg_collection, model.vp_stage, draft_vocabulary)
             block.absent = tuple(self._lacking(plan))
@@ -74,13 +74,13 @@ class DraftHeads:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Numbers of the trunk's layers whose states some head reads."""
+        """Numbers of the trunk layers whose states any head reads."""
         return tuple(sorted({number for plan in self.plans for number in plan.reads}))
 
     # --- what a checkpoint lacks -------------------------------------------------------------------------------------
 
     def _lacking(self, plan: HeadPlan) -> Iterator[str]:
-        """Beginnings of the names of what the checkpoint that is about to be loaded lacks of a head."""
+        """Return name prefixes of a head's parts that the checkpoint to load does not have."""
         yield from (f"layers.{index}." for index in plan.absent)
         if 0 in plan.absent or self._lacks_vocabulary:
             yield "draft_vocabulary"
@@ -90,13 +90,13 @@ class DraftHeads:
     def filled(
         self, loaded: Mapping[str, Any], own_state: Callable[[], dict[str, Any]]
     ) -> tuple[Mapping[str, Any], list[MultiTokenPredictionBlock]]:
-        """A stage's state with what the checkpoint lacks, and the blocks whose rows of the output head are new.
+        """Fill in what the checkpoint lacks. Return the stage's state and the blocks whose output rows are new.
 
-        Afterwards nothing is lacking any more.
+        Afterwards nothing is marked as missing.
 
         Args:
-            loaded: as read.
-            own_state: gives it as initialized.
+            loaded: state as read.
+            own_state: function that returns the initialized state.
         """
         new = list[MultiTokenPredictionBlock]()
         if not any(block.absent for block in self.blocks):

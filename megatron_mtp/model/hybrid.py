@@ -1,9 +1,9 @@
-"""A trunk of layers that a pattern names, on Megatron's `HybridModel`, and MTP layers that are stacks by a pattern too.
+"""Hybrid models: a trunk on Megatron's `HybridModel` whose layers follow a pattern, and MTP layers that are stacks too.
 
     M*-/*-/*-    a trunk of Mamba-2, attention and MLP; two MTP layers of attention and MLP each
 
-`arguments.py` has the symbols. Without TE the layers are portable ones, under the names that TE's have in checkpoints;
-without the libraries of their kernels, or without a GPU, `M` and `G` are those of recurrent.py.
+`arguments.py` explains the symbols. Without TE, the layers are portable ones with TE's names in checkpoints. Without a
+GPU or the kernel libraries, `M` and `G` are the layers of recurrent.py.
 """
 
 import copy
@@ -44,7 +44,7 @@ from megatron_mtp.model.specs import with_modules, with_portable_modules
 
 
 class PortableStack(HybridStack):
-    """Megatron's stack of layers, whose final norm needs TE, with a portable one."""
+    """Megatron's stack of layers with a portable final norm; Megatron's needs TE."""
 
     def __init__(
         self, config: TransformerConfig, *args: Any, post_layer_norm: bool = True, post_process: bool = True, **kw: Any
@@ -56,7 +56,7 @@ class PortableStack(HybridStack):
 
 
 class DepthStack(HybridStack):
-    """A stack with the interface of a transformer layer, and no norm after its layers: the depth has one."""
+    """A stack with the interface of a transformer layer and without a final norm, which the MTP layer has."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, vp_stage: int | None = None, **kw: Any) -> None:
         super().__init__(config, post_layer_norm=False, **kw)
@@ -70,12 +70,12 @@ class DepthStack(HybridStack):
     def forward(
         self, *, rotary_pos_cos: Tensor | None, rotary_pos_sin: Tensor | None, **inputs: Any
     ) -> tuple[Tensor, None]:
-        """The hidden state [S, B, H], and no context; only inference gives the tables of cosines and sines."""
+        """Return the hidden state [S, B, H] and no context; only inference passes tables of cosines and sines."""
         return super().forward(**inputs), None
 
 
 def stack_spec(config: TransformerConfig) -> ModuleSpec:
-    """The trunk's layers of every kind."""
+    """Return the specs of the trunk's layers of every kind."""
     use_te = config.transformer_impl == "transformer_engine"
     submodules = _te_submodules(config) if use_te else _local_submodules(config)
     swaps: dict[Any, Any] = {}
@@ -92,7 +92,7 @@ def stack_spec(config: TransformerConfig) -> ModuleSpec:
 def depth_submodules(
     trunk: ModuleSpec, pattern: str, config: TransformerConfig, architecture: str
 ) -> MultiTokenPredictionLayerSubmodules:
-    """The spec of one depth: a stack by the pattern, of the trunk's kinds of layers."""
+    """Return the spec of one MTP layer: a stack by the pattern, with the trunk's kinds of layers."""
     use_te = config.transformer_impl == "transformer_engine"
     stack = ModuleSpec(DepthStack, params={"layer_type_list": list(pattern)}, submodules=trunk.submodules)
     submodules = mtp_layer_submodules(stack, architecture, use_te, SHARDED_STACK)
@@ -100,7 +100,7 @@ def depth_submodules(
 
 
 def _te_submodules(config: TransformerConfig) -> HybridStackSubmodules:
-    """Megatron's layers with TE, and the norms of queries and keys, which its hybrids lack and its GPTs have."""
+    """Return Megatron's TE layers, with the norms of queries and keys that its GPTs have and its hybrids lack."""
     submodules: HybridStackSubmodules = hybrid_layer_specs.hybrid_stack_spec.submodules
     if not config.qk_layernorm:
         return submodules
@@ -113,14 +113,14 @@ def _te_submodules(config: TransformerConfig) -> HybridStackSubmodules:
 
 
 def _with_parts(layer: ModuleSpec, **parts: Any) -> ModuleSpec:
-    """The layer with other parts of its attention."""
+    """Replace parts of the layer's attention."""
     attention = layer.submodules.self_attention
     attention = replace(attention, submodules=replace(attention.submodules, **parts))
     return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
 
 
 def _local_submodules(config: TransformerConfig) -> HybridStackSubmodules:
-    """Megatron's own layers without TE; norms have the keys of TE's in checkpoints, which are parts of projections."""
+    """Return Megatron's layers without TE; norms have the checkpoint keys of TE's, which are part of projections."""
     backend = LocalSpecProvider()
     column, row = backend.column_parallel_linear(), backend.row_parallel_linear()
     parts = _gpt_parts(config, experts=False)
@@ -145,7 +145,7 @@ def _local_submodules(config: TransformerConfig) -> HybridStackSubmodules:
 
 
 def _gpt_parts(config: TransformerConfig, experts: bool = True, latent: bool = False) -> TransformerLayerSubmodules:
-    """The parts of a transformer layer, as a GPT of this configuration has them."""
+    """Return the parts of a transformer layer in a GPT of this configuration."""
     return get_gpt_layer_local_submodules(
         num_experts=config.num_moe_experts if experts else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -157,7 +157,7 @@ def _gpt_parts(config: TransformerConfig, experts: bool = True, latent: bool = F
 
 
 def _mixing_layer(norm: Any, mixer: ModuleSpec, projection: str | None = None) -> ModuleSpec:
-    """A layer that mixes positions; `projection` is the one into which TE fuses the norm."""
+    """Return a layer that mixes positions; TE fuses the norm into `projection`."""
     keys = {} if projection is None else {"input_layernorm.": f"self_attention.{projection}.layer_norm_"}
     parts = TransformerLayerSubmodules(
         input_layernorm=norm,
@@ -169,7 +169,7 @@ def _mixing_layer(norm: Any, mixer: ModuleSpec, projection: str | None = None) -
 
 
 def _channel_layer(parts: TransformerLayerSubmodules, keys: dict[str, str]) -> TransformerLayerSubmodules:
-    """The second half of a transformer layer: MLP or MoE."""
+    """Return the second half of a transformer layer: MLP or MoE."""
     return TransformerLayerSubmodules(
         pre_mlp_layernorm=parts.pre_mlp_layernorm,
         mlp=parts.mlp,
@@ -179,7 +179,7 @@ def _channel_layer(parts: TransformerLayerSubmodules, keys: dict[str, str]) -> T
 
 
 class MTPHybridModelBuilder(AttachingBuilder, megatron_hybrid.HybridModelBuilder):
-    """Builds a hybrid with draft heads."""
+    """Builds a hybrid model with MTP layers and drafters."""
 
     kind = HybridModel
 

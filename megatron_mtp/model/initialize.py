@@ -1,8 +1,8 @@
-"""MTP layers that a loaded checkpoint does not have: drawn as in a new model, or made from the trunk's last layer.
+"""Initialization of MTP layers that a loaded checkpoint lacks: random, or from the trunk's last layer.
 
-`last-layer` starts each missing depth as one more step of the trunk: its transformer layer is the trunk's last, or its
-stack the trunk's last layers; its final norm is the trunk's, its input norms are 1, and eh_proj = [0 | I] passes the
-hidden state on and drops the embedding.
+`last-layer` initializes each missing MTP layer as one more step of the trunk: its transformer layer is a copy of the
+trunk's last (or its stack of the last layers); its final norm is the trunk's, its input norms are 1, and eh_proj = [0 |
+I] passes on the hidden state and drops the embedding.
 """
 
 import math
@@ -32,19 +32,19 @@ def fill_absent_layers(
     seed: int,
     block_name: str = "mtp",
 ) -> dict[str, Any]:
-    """The loaded state with entries for the MTP layers that it lacks.
+    """Add entries for missing MTP layers to a loaded state.
 
     Args:
-        loaded: a stage's state dict, as read.
-        own: the stage's state dict as initialized.
-        block: the stage's MTP block.
-        absent: indices of the layers to make.
+        loaded: state dict of a stage, as read.
+        own: state dict of the stage, as initialized.
+        block: MTP block of the stage.
+        absent: indices of the layers to create.
         init: 'random' or 'last-layer'.
-        seed: of 'random'.
-        block_name: in the model.
+        seed: seed of 'random'.
+        block_name: name of the block in the model.
 
     Raises:
-        ValueError: the stage has no trunk layer that could be copied.
+        ValueError: the stage has no trunk layer to copy.
     """
     filled = dict(loaded)
     weights = RandomWeights.of(block.config, block.config.num_layers, seed)
@@ -60,11 +60,11 @@ def fill_absent_layers(
 
 
 def draw_anew(block: MultiTokenPredictionBlock, prefix: str, seed: int) -> None:
-    """Draw the weights of a new block as 'random' does: alike in every layout, and some that modules begin as zeros.
+    """Draw the weights of a new block as 'random' does: the same under every layout; some modules start at zero.
 
     Args:
-        prefix: of the keys of its layers in checkpoints.
-        seed: of the draws.
+        prefix: key prefix of its layers in checkpoints.
+        seed: seed of the draws.
     """
     weights = RandomWeights.of(block.config, block.config.num_layers, seed)
     for layer in block.layers:
@@ -72,7 +72,7 @@ def draw_anew(block: MultiTokenPredictionBlock, prefix: str, seed: int) -> None:
 
 
 def _drawn(prefix: str, layer: Any, weights: "RandomWeights") -> dict[str, Tensor]:
-    """This rank's part of a layer, by name relative to it.
+    """Draw this rank's part of a layer, by name relative to it.
 
     Raises:
         ValueError: there is no rule for a tensor, which would be as each rank happens to have initialized it.
@@ -94,7 +94,7 @@ def _drawn(prefix: str, layer: Any, weights: "RandomWeights") -> dict[str, Tenso
 
 
 def _from_trunk(name: str, value: Any, loaded: dict[str, Any], block: MultiTokenPredictionBlock) -> Any:
-    """The value of one entry of a depth; `name` is relative to the depth, `value` as initialized.
+    """Return the value of one entry of a depth; `name` is relative to the depth, `value` as initialized.
 
     Where a kernel's `_extra_state` is not stored, it stays as initialized; so do enorm and hnorm, at 1.
 
@@ -121,7 +121,7 @@ def _from_trunk(name: str, value: Any, loaded: dict[str, Any], block: MultiToken
 
 
 def _pass_hidden_state(weight: Tensor, block: MultiTokenPredictionBlock) -> Tensor:
-    """[0 | I]: this tensor-parallel rank's rows of it, weight [H / TP, 2H]."""
+    """Return [0 | I]: this tensor-parallel rank's rows of the weight [H / TP, 2H]."""
     rows, columns = weight.shape
     first_row = block.tp_group.rank() * rows
     passing = torch.zeros_like(weight)
@@ -142,17 +142,17 @@ def _pass_hidden_state(weight: Tensor, block: MultiTokenPredictionBlock) -> Tens
 #     [rows, columns] over two ranks      cut by rows: each draws its own; by columns: both draw all, each keeps half
 
 DRAWN = "linear_", "eh_proj", "fc", "router", "gate_weight", "in_proj", "out_proj", "softmax_offset"
-"""First letters of the names of matrices, or of the modules that hold them."""
+"""Name prefixes of matrices that are drawn at random, or of the modules that hold them."""
 
 TO_RESIDUAL = ("linear_proj", "linear_fc2", "out_proj")
 NORM_WEIGHT = "layer_norm_weight"
 ZERO = "bias", "layer_norm_bias", "expert_bias", "head"
-"""Biases, and a drafter's own rows of the output head, which it copies afterwards."""
+"""Parameters that start at zero: biases, and a drafter's own rows of the output head, which it copies afterwards."""
 CONVOLUTION, KERNEL = "conv1d", 4
 """Module of a causal convolution, and its width in Mamba layers."""
 MAMBA = "mixer"
 A_RANGE, DT_RANGE, LEAST_DT = (1.0, 16.0), (1e-3, 0.1), 1e-4
-"""Megatron's defaults of `MambaMixer` and `GatedDeltaNet`."""
+"""Megatron's defaults in `MambaMixer` and `GatedDeltaNet`."""
 
 Part = tuple[int | slice, ...]
 
@@ -162,10 +162,10 @@ class RandomWeights:
     """Distributions of the weights of new MTP layers.
 
     Attributes:
-        seed: of the run.
-        deviation: of matrices.
-        layers: of the trunk.
-        norm: the weight of a norm that changes nothing.
+        seed: seed of the run.
+        deviation: standard deviation of matrices.
+        layers: number of trunk layers.
+        norm: weight of an identity norm.
     """
 
     seed: int
@@ -175,7 +175,7 @@ class RandomWeights:
 
     @classmethod
     def of(cls, settings: Any, layers: int, seed: int) -> "RandomWeights":
-        """By Megatron's arguments or its TransformerConfig, which have the same names."""
+        """Create from Megatron's arguments or its TransformerConfig, which use the same names."""
         deviation = getattr(settings, "init_method_std", 0.02)
         if getattr(settings, "use_mup", False) and settings.mup_base_hidden_size:
             deviation /= math.sqrt(settings.hidden_size / settings.mup_base_hidden_size)
@@ -183,16 +183,16 @@ class RandomWeights:
 
     @cached_property
     def _of_kinds(self) -> dict[str, float | None]:
-        """How the parameters begin that kinds of drafters have of their own, by name."""
+        """Return initial values of parameters that only some drafter kinds have, by name."""
         return {own: deviation for row in DRAFTERS.values() for own, deviation in row.begins.items()}
 
     def draw(self, key: str, shape: Sequence[int], part: Part | None = None) -> Tensor | None:
-        """The part of a tensor, float32; None where there is no rule for this kind of tensor.
+        """Draw part of a tensor, float32; None if there is no rule for this kind of tensor.
 
         Args:
-            key: of the tensor in checkpoints.
-            shape: of the whole tensor.
-            part: its place in the whole tensor; None for all of it.
+            key: key of the tensor in checkpoints.
+            shape: shape of the whole tensor.
+            part: the part to draw; None for all of it.
         """
         # Checkpoints keep the rows of `in_proj.weight` apart by what they make, as `in_proj.weight.dt`.
         *_, above, module, name = f".{re.sub(r'(in_proj|conv1d)[.](weight|bias)[.].*', r'\1.\2', key)}".split(".")
@@ -235,7 +235,7 @@ class RandomWeights:
 
 
 def normal_by_name(name: str, *shape: int) -> Tensor:
-    """Standard normal numbers that depend on a name alone."""
+    """Return standard normal numbers that depend only on a name."""
     digest = blake2b(name.encode(), digest_size=8).digest()
     generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little"))
     return torch.randn(shape, generator=generator, device="cpu")

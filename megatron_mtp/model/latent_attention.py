@@ -1,12 +1,12 @@
-"""Multi-latent attention, without a norm of queries that are not compressed, and without Transformer Engine.
+"""Multi-latent attention without a norm of uncompressed queries, and without Transformer Engine.
 
-Queries that are not compressed (`q_lora_rank` None) have no norm here, as in DeepSeek-V2-Lite and Moonlight.
-Megatron's own module puts one inside their projection, behind the layer's input norm; only TE has such a projection.
+Uncompressed queries (`q_lora_rank` None) have no norm here, as in DeepSeek-V2-Lite and Moonlight. Megatron's own module
+adds one inside their projection, after the layer's input norm; only TE has such a projection.
 
-Without TE the down-projections are column-parallel. Megatron gathers their output, and takes the gradients of a
-gathered tensor to be the same on all ranks. Two are not (megatron-core 0.19.2): the rotary part of the keys goes
-straight to each rank's own heads, which is a part of its gradient; and gradients of anything called `q_layernorm` are
-summed over the ranks, also where each rank has all of it.
+Without TE, the down-projections are column-parallel. Megatron gathers their output and assumes that all ranks have the
+same gradients of a gathered tensor. That is false for two of them (megatron-core 0.19.2): the rotary part of the keys
+goes directly to each rank's own heads, which gives a partial gradient; and gradients of parameters named `q_layernorm`
+are summed over the ranks even if each rank has the complete gradient.
 """
 
 from typing import Any
@@ -23,10 +23,10 @@ from torch import Tensor
 
 
 class LatentSelfAttention(MLASelfAttention):
-    """Megatron's MLA, without a norm of queries that are not compressed."""
+    """Megatron's MLA without a norm of uncompressed queries."""
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        """Classes of the norms and of the projections behind them, by attribute."""
+        """Return the classes of the norms and of the projections after them, by attribute."""
         if self.config.q_lora_rank is not None or not self.config.qk_layernorm:
             resolved: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
             return resolved
@@ -40,15 +40,15 @@ class LatentSelfAttention(MLASelfAttention):
 
 
 PLAIN_QUERIES = {MLASelfAttention: LatentSelfAttention}
-"""What stands in specs of Transformer Engine's layers for Megatron's own module."""
+"""Modules that replace Megatron's own in specs of Transformer Engine's layers."""
 
 
 class PortableLatentAttention(LatentSelfAttention):
-    """Multi-latent attention on Megatron's own linear layers, with the gradients of one process.
+    """Multi-latent attention on Megatron's own linear layers, with the same gradients as one process.
 
     Args:
-        is_summed: whether the model is one in which Megatron sums gradients of a `q_layernorm` over the ranks, which
-            depends on its trunk alone.
+        is_summed: whether Megatron sums gradients of a `q_layernorm` over the ranks in this model, which depends only
+            on its trunk.
     """
 
     def __init__(self, *args: Any, is_summed: bool = True, **kwargs: Any) -> None:
@@ -58,7 +58,7 @@ class PortableLatentAttention(LatentSelfAttention):
                 weight.register_hook(lambda gradient: gradient / self.tp_group.size())
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Compressed queries, and compressed keys and values with the rotary part of the keys behind, both whole."""
+        """Return compressed queries, and compressed keys and values followed by the keys' rotary part, both whole."""
         q_compressed, kv_part = super()._qkv_down_projection(hidden_states)
         kv_combined = gather_from_tensor_model_parallel_region(kv_part, group=self.tp_group)
         if self.config.sequence_parallel:  # Megatron gathers the rotary part again, and sums its gradient

@@ -1,4 +1,4 @@
-"""Linear layer for machines without Transformer Engine: projections to the latent of experts and back."""
+"""Linear layer for machines without Transformer Engine: projections to and from the latent of experts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +13,14 @@ from torch.nn.functional import linear
 
 
 class PortableLinear(torch.nn.Module):
-    """TE's linear layer with the whole weight on every tensor-parallel rank, as projections to a latent have it.
+    """TE's linear layer with the whole weight on every tensor-parallel rank, as latent projections use it.
 
     Args:
-        input_size, output_size: of the last dimension.
-        config: of the model.
+        input_size, output_size: sizes of the last dimension.
+        config: model configuration.
         init_method: draws the weight in place.
         bias: must be false.
-        others: what TE takes beside, for layers of other kinds.
+        others: additional arguments of TE's layer, ignored.
     """
 
     def __init__(
@@ -44,5 +44,5 @@ class PortableLinear(torch.nn.Module):
                 init_method(self.weight)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """The projection [..., output], and no bias to add."""
+        """Return the projection [..., output] and None for the bias."""
         return linear(hidden, self.weight), None

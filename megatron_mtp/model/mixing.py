@@ -1,15 +1,15 @@
-"""Hidden-state mixing (--mtp-hidden-state-mixing): which states a depth continues from in training.
+"""Hidden-state mixing (--mtp-hidden-state-mixing): which states an MTP layer continues from in training.
 
 Depth d at position i reads the state of depth d - 1, which predicts token i + d. The state of depth d - 1 - k at
-position i + k predicts the same token: it is k positions later and k depths shallower. One of the d states is taken,
-each with the same probability. Depth 3 has three to choose from, and at the end of a document fewer:
+position i + k predicts the same token: it is k positions later and k depths shallower. One of the d states is chosen,
+each with equal probability. Depth 3 has three to choose from, and fewer at the end of a document:
 
     position              0        1        2        3        4 |
     k = 0, the newest     h_2(0)   h_2(1)   h_2(2)   h_2(3)   h_2(4)
     k = 1                 h_1(1)   h_1(2)   h_1(3)   h_1(4)   -
     k = 2, the trunk's    h_0(2)   h_0(3)   h_0(4)   -        -
 
-Where the choice falls on one that is beyond the end, the newest is taken.
+If the choice falls beyond the end of the document, the newest state is used.
 """
 
 from dataclasses import dataclass, field
@@ -24,13 +24,13 @@ from megatron_mtp.data.batch import DepthBatch, LaterPositions, to_device
 
 @dataclass
 class Mixer:
-    """Inputs of the depths in one forward pass.
+    """Chooses the inputs of the MTP layers in one forward pass.
 
     Attributes:
-        ages_DS: from `drawn_ages`, on the device of the states.
+        ages_DS: result of `drawn_ages`, on the device of the states.
         inside_DBS: whether the position d later is in the same document.
-        later: where it is.
-        states: of the trunk and of every depth so far, each with copies from other ranks.
+        later: index of that position.
+        states: states of the trunk and of every depth so far, each with copies from other ranks.
     """
 
     ages_DS: Tensor
@@ -39,7 +39,10 @@ class Mixer:
     states: list[Tensor] = field(default_factory=list)
 
     def next_input(self, state_SBH: Tensor) -> Tensor:
-        """The input of the next depth, given the newest state: called for depth 1 with the trunk's, and so on."""
+        """Return the input of the next depth, given the newest state.
+
+        Call it for depth 1 with the trunk's state, and so on.
+        """
         mixed_SBH = state_SBH
         ages_S = self.ages_DS[len(self.states)]
         for age, older_TBH in enumerate(reversed(self.states), start=1):
@@ -52,7 +55,10 @@ class Mixer:
 
 
 def mixer_of(batch: DepthBatch, config: TransformerConfig, groups: ProcessGroupCollection) -> Mixer | None:
-    """The mixer of this rank's positions, which sequence parallelism cuts once more; None for a batch without ages."""
+    """Return the mixer of this rank's positions, which sequence parallelism splits again.
+
+    None for a batch without ages.
+    """
     if batch.ages_DS is None:
         return None
     group, positions_S = groups.cp, batch.positions_S

@@ -1,14 +1,14 @@
-"""An MTP layer: from the hidden state of the depth before to its own (DeepSeek-V3, arXiv:2412.19437, eq. 21-23).
+"""An MTP layer: from the hidden state of the previous depth to its own (DeepSeek-V3, arXiv:2412.19437, eq. 21-23).
 
 Depth d = 1 .. D at position i, h_0 the trunk's hidden state after its final norm:
 
     x   = eh_proj([enorm(embedding(t_{i+d})); hnorm(h_{d-1})])     embedding half first
-    h_d = final_layernorm(tf_layer(x))                             what depth d+1 and the output head receive
+    h_d = final_layernorm(tf_layer(x))                             input of depth d+1 and of the output layer
 
 The parallel architecture (Gloeckle et al., arXiv:2404.19737) has h_d = final_layernorm(tf_layer_d(h_0)) instead.
 
-The modules come from a spec, so that the same classes hold TE modules on a GPU and portable ones elsewhere. Letters in
-names: S sequence, B batch, H hidden.
+Modules come from a spec, so the same classes hold TE modules on a GPU and portable ones elsewhere. Letters in names: S
+sequence, B batch, H hidden.
 """
 
 from collections.abc import Callable
@@ -36,16 +36,16 @@ from megatron_mtp.model.shared_keys import FirstPassKeys
 from megatron_mtp.model.trunk_output import AttentionInputs
 
 SHARDED_TF_LAYER = "transformer_layer"
-"""The name of `tf_layer` in checkpoints, which Megatron's own MTP uses too."""
+"""Name of `tf_layer` in checkpoints; Megatron's own MTP uses it too."""
 
 
 @dataclass(frozen=True)
 class MultiTokenPredictionLayerSubmodules:
-    """Modules of a depth; the embedding-side modules are None for a parallel head.
+    """Modules of an MTP layer; the embedding-side modules are None for a parallel head.
 
-    `tf_layer` is one transformer layer, or a stack of layers with the interface of one; `sharded_name` is its name in
-    checkpoints, which are those of Megatron's own MTP. With `shares_kv` later passes of a repeated layer attend to pass
-    1's keys and values, and if `has_chain` to those of their own chain (shared_keys.py).
+    `tf_layer` is a transformer layer, or a stack of layers with the same interface; `sharded_name` is its name in
+    checkpoints, which match Megatron's own MTP. With `shares_kv`, later passes of a repeated layer attend to pass 1's
+    keys and values, and with `has_chain` also to those of their own chain (shared_keys.py).
     """
 
     tf_layer: ModuleSpec
@@ -61,7 +61,7 @@ class MultiTokenPredictionLayerSubmodules:
 def mtp_layer_submodules(
     tf_layer: ModuleSpec, architecture: str, use_te: bool, sharded_name: str = SHARDED_TF_LAYER
 ) -> MultiTokenPredictionLayerSubmodules:
-    """The spec of one depth around an inner layer or stack of layers, for TE or for portable modules."""
+    """Return the spec of an MTP layer around an inner layer or stack of layers, with TE or portable modules."""
     backend: BackendSpecProvider = LocalSpecProvider()
     if use_te:
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -75,7 +75,7 @@ def mtp_layer_submodules(
 
 
 def whole_states(part: Tensor, config: TransformerConfig, group: ProcessGroup) -> Tensor:
-    """States [S, B, H] of a column-parallel projection's output [S, B, H / ranks]; this rank's positions under SP."""
+    """Gather states [S, B, H] from a column-parallel output [S, B, H / ranks]; under SP, this rank's positions."""
     whole_SBH = tensor_parallel.gather_from_tensor_model_parallel_region(part, group=group)
     if config.sequence_parallel:
         return tensor_parallel.scatter_to_sequence_parallel_region(whole_SBH, group=group)
@@ -83,7 +83,7 @@ def whole_states(part: Tensor, config: TransformerConfig, group: ProcessGroup) -
 
 
 class MultiTokenPredictionLayer(MegatronModule):
-    """One depth: from the hidden state of the depth before (and the embedding of the token it adds) to its own."""
+    """One MTP layer: computes its state from the previous depth's and the embedding of the next token."""
 
     def __init__(
         self,
@@ -129,9 +129,10 @@ class MultiTokenPredictionLayer(MegatronModule):
 
     @property
     def mtp_model_layer(self) -> torch.nn.Module:
-        """`tf_layer`, by the name under which Megatron looks for layers to record as Transformer Engine's CUDA graphs.
+        """`tf_layer`, under the name that Megatron uses to find layers for Transformer Engine's CUDA graphs.
 
-        With experts it is this module, which is not recorded: graphs would drop the padding mask of the router.
+        With experts, it is this module, which is not captured, because CUDA graphs would drop the router's padding
+        mask.
         """
         return self if any(isinstance(module, MoELayer) for module in self.tf_layer.modules()) else self.tf_layer
 
@@ -142,12 +143,12 @@ class MultiTokenPredictionLayer(MegatronModule):
         attention: AttentionInputs,
         padding_mask_BS: Tensor | None = None,
     ) -> Tensor:
-        """The hidden state of this depth.
+        """Return the hidden state of this depth.
 
         Args:
-            hidden_SBH: of the depth before, after its final norm; sequence-parallel slices where that is on.
+            hidden_SBH: state of the previous depth, after its final norm; sequence-parallel slices if enabled.
             embedded_SBH: embedding of the token d positions later; None for a parallel head.
-            padding_mask_BS: True where the position was shifted in from outside; MoE routers leave it out.
+            padding_mask_BS: True where the position was shifted in from outside; MoE routers ignore these positions.
         """
         recomputes = self.training and self.config.recompute_granularity == "full"
         run = self._checkpointed if recomputes else self._run
@@ -160,22 +161,23 @@ class MultiTokenPredictionLayer(MegatronModule):
         position_ids: Tensor,
         embedding: Callable[..., Tensor],
     ) -> Tensor:
-        """A draft of every request, as Megatron's `DynamicInferenceEngine` calls for it: without earlier positions.
+        """Draft one token per request for Megatron's `DynamicInferenceEngine`, without earlier positions.
 
-        That engine keeps no keys and values of the MTP layers. A request attends to itself alone: in Megatron's own
-        layer the requests of a step attend to one another.
+        That engine keeps no keys and values of the MTP layers, so a request attends only to itself. In Megatron's own
+        layer, the requests of a step attend to each other.
 
         Args:
             hidden_states: [N, B, H], the state of each request that its draft continues from.
-            next_token_ids: [B, N], the newest token of each.
-            position_ids: [B, N], of these tokens.
+            next_token_ids: [B, N], the newest token of each request.
+            position_ids: [B, N], positions of these tokens.
             embedding: the shared embedding.
 
         Returns:
-            The depth's states [N, B, H], after its final norm.
+            The states [N, B, H] of this depth, after its final norm.
 
         Raises:
-            ValueError: the depth is a parallel head or has layers with a state, or sequence parallelism cuts requests.
+            ValueError: the depth is a parallel head or has recurrent layers, or sequence parallelism splits the
+                requests.
         """
         self._check_single_position()
         embedded_NBH = embedding(input_ids=next_token_ids, position_ids=position_ids)
@@ -205,7 +207,7 @@ class MultiTokenPredictionLayer(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Entries under the keys that Megatron's own MTP writes, so that checkpoints pass in both directions."""
+        """Return entries under the keys of Megatron's own MTP, so checkpoints are compatible in both directions."""
         entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         apply_prefix_mapping(entries, {f"{prefix}tf_layer.": f"{prefix}{self.sharded_name}."})
         return entries
@@ -278,7 +280,7 @@ def _read_other_names(layer: torch.nn.Module, state: dict[str, Any], prefix: str
 def checkpointed[T](
     run: Callable[..., T], config: TransformerConfig, tp_group: ProcessGroup, hidden_SBH: Tensor, *others: Tensor | None
 ) -> T:
-    """Result of `run` on the states and others; the backward pass computes it again."""
+    """Run a function with activation checkpointing: the backward pass recomputes it."""
     if torch.is_grad_enabled() and not hidden_SBH.requires_grad:
         # Behind a detached or frozen trunk no input requires a gradient; then the output would have none either.
         hidden_SBH = hidden_SBH.detach().requires_grad_()

@@ -1,6 +1,7 @@
-"""The MTP block: the trunk's hidden state in, one per depth out.
+"""The MTP block: hidden states of the trunk in, one per depth out.
 
-The block knows neither the trunk's class nor the loss. Letters in names: D depths, S sequence, B batch, H hidden.
+The block depends neither on the trunk's class nor on the loss. Letters in names: D depths, S sequence, B batch, H
+hidden.
 """
 
 from contextlib import nullcontext
@@ -27,15 +28,15 @@ from megatron_mtp.model.trunk_output import Angles, TrunkOutput, Turns, is_detac
 
 
 class MultiTokenPredictionBlock(MegatronModule):
-    """D depths, one after another; with `mtp_use_repeated_layer` one layer serves them all.
+    """D MTP layers in sequence; with `mtp_use_repeated_layer`, one layer serves all depths.
 
     Attributes:
-        draft_vocabulary: [N], int64, ascending: the token of every draft index, kept with the layers in checkpoints;
-            None where they draft all tokens.
+        draft_vocabulary: [N], int64, ascending: the token of every draft index, stored with the layers in checkpoints;
+            None if all tokens can be drafted.
         shares_kv: whether later passes of a repeated layer attend to pass 1's keys and values.
-        has_chain: whether they attend to those of their own chain too.
-        drafter: settings of a drafter (`drafter.py`); None of MTP layers.
-        absent: beginnings of the names of what the checkpoint that is about to be loaded lacks of the block.
+        has_chain: whether they also attend to those of their own chain.
+        drafter: settings of a drafter (`drafter.py`); None for MTP layers.
+        absent: key prefixes of the parts of this block that the checkpoint to load lacks.
     """
 
     draft_vocabulary: Tensor | None
@@ -68,23 +69,23 @@ class MultiTokenPredictionBlock(MegatronModule):
                 parameter.grad_norm_group = "mtp"  # Megatron's optimizer clips such gradients by themselves
 
     def make_layer(self, *args: Any) -> MegatronModule:
-        """A layer, from what its class takes after the configuration."""
+        """Create a layer from the arguments that its class takes after the configuration."""
         return MultiTokenPredictionLayer(self.config, *args)
 
     @property
     def is_apart(self) -> bool:
-        """Return whether the drafts train nothing of the trunk, its embedding and its head among it."""
+        """Return whether the drafts train nothing of the trunk, including its embedding and output layer."""
         return is_detached(self.config)
 
     def head_of(self, head: Head) -> Head:
-        """The head that drafts, from the trunk's: the same."""
+        """Return the output layer for drafts, given the trunk's: the same one."""
         return head
 
     def begin_head(self, head: Head) -> None:
-        """Make new rows of the head that drafts, from the trunk's: there are none of its own."""
+        """Initialize the block's own output rows from the trunk's. MTP layers have none."""
 
     def drafts(self, trunk: TrunkOutput, batch: DepthBatch) -> tuple[list[Tensor], Tensor | None]:
-        """Inputs of the head that drafts, one a depth, and the logits of their confidence, if there is one."""
+        """Return the inputs of the output layer for each depth, and the confidence logits, if there are any."""
         inputs = DepthInputs(
             batch.tokens_DBS,
             [trunk.position_ids_BS] * self.depths,
@@ -98,7 +99,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         return self(trunk.hidden_SBH, inputs), None
 
     def later_angles(self, trunk: TrunkOutput) -> Angles | None:
-        """The rotary angles of passes that share keys; None where all passes stand at the same positions."""
+        """Return the rotary angles of passes that share keys; None if all passes use the same positions."""
         attention = trunk.attention
         of_keys = attention.rotary_pos_emb
         if not self.shares_kv or not isinstance(of_keys, Tensor):
@@ -114,18 +115,18 @@ class MultiTokenPredictionBlock(MegatronModule):
 
     @property
     def mtp_use_repeated_layer(self) -> bool:
-        """Return whether one layer serves all depths; Megatron's inference engine asks the block."""
+        """Return whether one layer serves all depths. Megatron's inference engine reads this."""
         return bool(self.config.mtp_use_repeated_layer)
 
     def forward(self, hidden_SBH: Tensor, inputs: DepthInputs) -> list[Tensor]:
-        """Hidden states of depth 1 .. D, each [S, B, H].
+        """Compute the hidden states of depths 1 .. D, each [S, B, H].
 
         Args:
-            hidden_SBH: the trunk's, after its final norm.
-            inputs: what depths read beside it; with `--mtp-detach-heads` all of it is apart.
+            hidden_SBH: the trunk's hidden states, after its final norm.
+            inputs: further inputs of the MTP layers; with `--mtp-detach-heads`, all of them are detached.
 
         Raises:
-            ValueError: passes were trained to share keys, and the layer's attention cannot do that.
+            ValueError: passes were trained to share keys, which the layer's attention does not support.
         """
         if self.shares_kv and not self._sharing:
             shares, whose = ("shares", "Transformer Engine's") if self.has_chain else ("first-pass", "this kind of")
@@ -144,9 +145,11 @@ class MultiTokenPredictionBlock(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Entries of every layer under `layers.{depth - 1}`, and the draft vocabulary; none is split over stages.
+        """Return entries of every layer under `layers.{depth - 1}`, and the draft vocabulary.
 
-        What the checkpoint that is about to be loaded lacks has a key that says so.
+        Nothing is split over stages.
+
+        Parts that the checkpoint to load lacks get a key that marks them.
         """
         entries = self.entries(prefix, sharded_offsets, metadata)
         if self.absent:
@@ -160,7 +163,7 @@ class MultiTokenPredictionBlock(MegatronModule):
     def entries(
         self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any] | None
     ) -> ShardedStateDict:
-        """The same, as if the checkpoint lacked nothing."""
+        """Return the same entries, as if the checkpoint lacked nothing."""
         own = {} if self.draft_vocabulary is None else {"draft_vocabulary": self.draft_vocabulary}
         entries: ShardedStateDict = make_sharded_tensors_for_checkpoint(own, prefix, sharded_offsets=sharded_offsets)
         for index, layer in enumerate(self.layers):
@@ -170,7 +173,7 @@ class MultiTokenPredictionBlock(MegatronModule):
 
 
 def set_quantization(block: torch.nn.Module, config: TransformerConfig) -> None:
-    """Hand the MTP layers' TE modules their part of the quantization recipe, as Megatron does for the trunk's."""
+    """Pass their part of the quantization recipe to the MTP layers' TE modules, as Megatron does for the trunk's."""
     for name, module in block.named_modules(prefix="mtp"):
         if hasattr(module, "finish_init"):
             module.finish_init(get_quant_config_or_none(name, config.quant_recipe))

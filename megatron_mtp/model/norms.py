@@ -1,4 +1,4 @@
-"""Norm for machines without Transformer Engine."""
+"""Norms for machines without Transformer Engine."""
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -9,8 +9,8 @@ from torch.nn.functional import layer_norm, rms_norm
 class PortableNorm(torch.nn.Module):
     """RMSNorm or LayerNorm (`config.normalization`), with sequence parallelism and zero-centered weights.
 
-    With sequence parallelism every rank normalizes its own positions and has a part of the weights' gradients. Megatron
-    sums these over the tensor-parallel group where a parameter is marked `sequence_parallel`.
+    With sequence parallelism, each rank normalizes its own positions and has a partial gradient of the weights.
+    Megatron sums the gradients of parameters that are marked `sequence_parallel` over the tensor-parallel group.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -23,7 +23,7 @@ class PortableNorm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The normalized values [..., H]."""
+        """Return the normalized values [..., H]."""
         weight = self.weight + 1 if self.centered else self.weight
         if self.bias is None:
             return rms_norm(hidden, weight.shape, weight, self.eps)

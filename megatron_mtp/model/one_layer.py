@@ -1,11 +1,11 @@
-"""Drafters of one layer that runs K times, as EAGLE does: a step reads the embedding of the next token, and a state.
+"""Drafters with one layer that runs K times, such as EAGLE: each step reads the next token's embedding and a state.
 
     x_1  = layer(merge(embedding(t_{i+1}), feature))     step 1 at position i
     x_k  = layer(merge(embedding(t_{i+k}), x_{k-1}))     step k = 2 .. K
-    the drafts' logits are head(norm(x_k))
+    the drafts' logits are output(norm(x_k))
 
-In training step k reads the layer's own output of step k - 1, as drafting does, and attends to what an engine's k-th
-draft attends to (`SharingAttention` of shared_keys.py). Letters in names: S sequence, B batch, H hidden, X states of
+In training, step k reads the layer's own output of step k - 1, as in decoding, and attends to the same rows as an
+engine's k-th draft (`SharingAttention` of shared_keys.py). Letters in names: S sequence, B batch, H hidden, X states of
 several layers side by side.
 """
 
@@ -30,7 +30,7 @@ class OneLayer(DrafterLayer):
     """All weights of the drafter.
 
     Attributes:
-        states_read: the states that `fc` takes side by side.
+        states_read: number of states that `fc` takes side by side.
     """
 
     states_read: ClassVar[int]
@@ -56,11 +56,11 @@ class OneLayer(DrafterLayer):
 
     @property
     def mtp_model_layer(self) -> torch.nn.Module:
-        """`tf_layer`, by the name under which Megatron's schedule looks for it."""
+        """`tf_layer`, under the name that Megatron's schedule uses."""
         return self.tf_layer
 
     def merge(self, embedded_SBH: Tensor, given_SBH: Tensor) -> Tensor:
-        """The input [S, B, H] of `tf_layer`'s next call, of the next tokens' embeddings and a state."""
+        """Return the input [S, B, H] of `tf_layer`'s next call, from the next tokens' embeddings and a state."""
         raise NotImplementedError
 
     def forward(
@@ -70,12 +70,12 @@ class OneLayer(DrafterLayer):
         attention: AttentionInputs,
         padding_mask_BS: Tensor | None = None,
     ) -> Tensor:
-        """The state of a step, before the norm.
+        """Return the state of a step, before the norm.
 
         Args:
-            hidden_SBH: the feature, or the state of the step before.
+            hidden_SBH: the feature, or the state of the previous step.
             embedded_SBH: embedding of the next token.
-            padding_mask_BS: not read; there are no experts.
+            padding_mask_BS: ignored; there are no experts.
         """
 
         def run(given_SBH: Tensor, following_SBH: Tensor) -> Tensor:
@@ -113,6 +113,6 @@ class OneLayerBlock(DrafterBlock):
 
     @override
     def forward(self, hidden_SBH: Tensor, inputs: DepthInputs) -> list[Tensor]:
-        """Inputs of the head at step 1 .. K, each [S, B, H], from the states that are read [S, B, X]."""
+        """Return the inputs of the output layer at steps 1 .. K, each [S, B, H], from the trunk states [S, B, X]."""
         states = super().forward(self.layer.feature(hidden_SBH), inputs)
         return [self.layer.norm(state_SBH) for state_SBH in states]

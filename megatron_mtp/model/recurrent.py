@@ -41,11 +41,11 @@ from megatron_mtp.model.packed_rows import bounds_of, offsets_of
 from megatron_mtp.model.specs import having
 
 CHUNK = 64
-"""Positions of a chunk: the matrices within chunks grow with it, the number of steps between chunks falls."""
+"""Positions of a chunk: a larger one has larger matrices within chunks, and fewer steps between chunks."""
 
 
 def documents_of(offsets: Tensor | None, like_BLC: Tensor) -> Tensor:
-    """The document of every position, [1, L]; rows that are not packed are one document."""
+    """Return the document of every position, [1, L]; rows that are not packed are one document."""
     length, device = like_BLC.size(1), like_BLC.device
     if offsets is None:
         return torch.zeros(1, length, dtype=torch.long, device=device)
@@ -54,7 +54,10 @@ def documents_of(offsets: Tensor | None, like_BLC: Tensor) -> Tensor:
 
 
 def causal_convolution(x_BLC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, document_BL: Tensor) -> Tensor:
-    """Every channel with its own W last positions of the same document, [B, L, C]; the last weight is of its own."""
+    """Convolve every channel over its last W positions of the same document, [B, L, C].
+
+    The last weight is for its own.
+    """
     width, length = weight_CW.size(1), x_BLC.size(1)
     mixed_BLC = x_BLC * weight_CW[:, -1]
     for back in range(1, min(width, length)):
@@ -65,7 +68,7 @@ def causal_convolution(x_BLC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, 
 
 
 def chunked(values: Tensor, chunk: int) -> Tensor:
-    """[B, L, H, ...] as [B, H, K, Q, ...], float32 or wider; zeros after the last position fill the last chunk."""
+    """Reshape [B, L, H, ...] to [B, H, K, Q, ...], float32 or wider; the last chunk is padded with zeros."""
     values = values.to(torch.promote_types(values.dtype, torch.float32))
     missing = -values.size(1) % chunk
     values = pad(values, (0, 0) * (values.dim() - 2) + (0, missing))
@@ -73,19 +76,19 @@ def chunked(values: Tensor, chunk: int) -> Tensor:
 
 
 def joined(values: Tensor, length: int) -> Tensor:
-    """[B, H, K, Q, ...] as [B, L, H, ...]: the inverse of `chunked`."""
+    """Reshape [B, H, K, Q, ...] to [B, L, H, ...]: the inverse of `chunked`."""
     return values.movedim(1, 3).flatten(1, 2)[:, :length]
 
 
 @dataclass(frozen=True)
 class Decays:
-    """The remainder of an input after some positions, 0 where another document begins between.
+    """Fraction of an input that remains after some positions; 0 across a document boundary.
 
     Attributes:
-        within: at position i of what position j of the chunk brought in, [B, H, K, Q, Q]; 0 where j is later.
-        before: at a position of the state before its chunk, [B, H, K, Q].
-        after: at the end of the chunk of what a position brought in, [B, H, K, Q].
-        across: at the end of the chunk of the state before it, [B, H, K].
+        within: at position i, of the input at position j of the same chunk, [B, H, K, Q, Q]; 0 if j is later.
+        before: at each position, of the state before its chunk, [B, H, K, Q].
+        after: at the end of the chunk, of the input at each position, [B, H, K, Q].
+        across: at the end of the chunk, of the state before it, [B, H, K].
     """
 
     within: Tensor
@@ -95,7 +98,7 @@ class Decays:
 
     @classmethod
     def of(cls, logarithm_BLH: Tensor, document_BL: Tensor, chunk: int) -> "Decays":
-        """From the logarithm of every position's decay, 0 or less."""
+        """Compute from the logarithm of every position's decay, 0 or less."""
         so_far = chunked(logarithm_BLH, chunk).cumsum(-1)
         document = pad(document_BL, (0, -document_BL.size(1) % chunk), value=-1).unflatten(1, (-1, chunk))[:, None]
         last = document[..., -1]
@@ -111,7 +114,7 @@ class Decays:
 
 
 class ContextParallelHeads:
-    """Exchanges some positions of all heads, which a context-parallel rank has, for all positions of its own heads."""
+    """Exchanges a context-parallel rank's positions of all heads for all positions of its own heads."""
 
     def __init__(self, group: torch.distributed.ProcessGroup, positions: int, packed: PackedSeqParams | None) -> None:
         """`positions`: of this rank; `packed`: a row's documents, which are cut one by one."""
@@ -122,7 +125,7 @@ class ContextParallelHeads:
             self.order_L = positions_of_ranks(bounds, self.ranks).flatten()
 
     def to_heads(self, values_SBC: Tensor, columns_RC: Tensor) -> Tensor:
-        """Exchange positions for heads: the whole sequence in order, of this rank's columns of `columns_RC`."""
+        """Exchange positions for heads: the whole sequence in order, with this rank's columns of `columns_RC`."""
         if self.ranks == 1:
             return values_SBC
         of_ranks = values_SBC.index_select(-1, columns_RC.flatten())
@@ -130,7 +133,7 @@ class ContextParallelHeads:
         return whole_LBC.index_select(0, self.order_L.argsort().to(whole_LBC.device))
 
     def to_positions(self, values_LBC: Tensor) -> Tensor:
-        """This rank's positions, with the columns of rank 0's heads first."""
+        """Exchange heads for positions: this rank's positions, with the columns of rank 0's heads first."""
         if self.ranks == 1:
             return values_LBC
         ordered_LBC = values_LBC.index_select(0, self.order_L.to(values_LBC.device))
@@ -138,11 +141,11 @@ class ContextParallelHeads:
 
 
 def columns_of_ranks(sizes: list[int], ranks: int, shared: tuple[int, ...] = ()) -> list[Tensor]:
-    """For every part of consecutive columns, [R, C] of all columns: those of every rank's heads.
+    """Return the columns of each rank's heads, [R, C], from parts of consecutive columns.
 
     Args:
-        sizes: of the parts; each is cut evenly.
-        shared: by part, by how many neighboring ranks a slice is shared; 1 where left out.
+        sizes: sizes of the parts; each part is split evenly.
+        shared: for each part, how many neighboring ranks share a slice; 1 if missing.
     """
     columns, start = [], 0
     for index, size in enumerate(sizes):
@@ -165,14 +168,14 @@ def scan(
     document_BL: Tensor,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """y [B, L, H, P] without its part D x.
+    """Compute y [B, L, H, P] without the term D x.
 
     Args:
-        dt_BLH: after softplus.
-        A_H: below 0.
-        B_BLGN, C_BLGN: of groups; consecutive heads belong to one group.
-        document_BL: the document of every position, [B, L] or [1, L]; states end with it.
-        chunk: positions of a chunk.
+        dt_BLH: time steps after softplus.
+        A_H: negative.
+        B_BLGN, C_BLGN: matrices of the groups; consecutive heads belong to one group.
+        document_BL: document of every position, [B, L] or [1, L]; states are reset between documents.
+        chunk: number of positions in a chunk.
     """
     length, shared = x_BLHP.size(1), x_BLHP.size(2) // B_BLGN.size(2)
     decays = Decays.of(dt_BLH * A_H, document_BL, chunk)
@@ -189,7 +192,7 @@ def scan(
 
 
 class GatedNorm(torch.nn.Module):
-    """RMSNorm of x silu(z) by groups of channels; arguments and weight are those of `mamba_ssm`'s `RMSNorm`."""
+    """RMSNorm of x silu(z) by groups of channels; arguments and weight match `mamba_ssm`'s `RMSNorm`."""
 
     tp_group: torch.distributed.ProcessGroup
 
@@ -202,7 +205,7 @@ class GatedNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        """The normed product of `x` and the gate `z`, all of [..., channels]."""
+        """Return the normalized product of `x` and the gate `z`, all of [..., channels]."""
         wide = torch.promote_types(x.dtype, torch.float32)
         gated = (x.to(wide) * silu(z.to(wide))).unflatten(-1, (-1, self.group_size))
         return (rms_norm(gated, (self.group_size,), eps=self.eps).flatten(-2) * self.weight).to(x.dtype)
@@ -210,7 +213,7 @@ class GatedNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """The weight is cut over tensor-parallel ranks."""
+        """Return the weight, split over tensor-parallel ranks."""
         weight = self.state_dict(prefix="", keep_vars=True)
         group = None if metadata is None else metadata["dp_cp_group"]
         return make_sharded_tensors_for_checkpoint(
@@ -219,7 +222,7 @@ class GatedNorm(torch.nn.Module):
 
 
 class PortableMamba(MambaMixer):
-    """Megatron's Mamba-2 mixer, trained: packed rows, tensor, sequence and context parallelism."""
+    """Megatron's Mamba-2 mixer for training: packed rows, tensor, sequence and context parallelism."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         needed = {"HAVE_MAMBA_SSM": True, "HAVE_EINOPS": True, "ExtendedRMSNorm": GatedNorm}
@@ -234,10 +237,10 @@ class PortableMamba(MambaMixer):
         inference_params: Any = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The output [S, B, H] of this rank's positions, and a bias to add.
+        """Return the output [S, B, H] of this rank's positions, and the bias to add.
 
         Raises:
-            ValueError: a cache was given: there is no decoding here.
+            ValueError: a cache was given; decoding is not supported here.
         """
         if inference_context is not None or inference_params is not None:
             raise ValueError("Mamba layers without mamba_ssm do not decode with a cache; train and evaluate with them.")
@@ -259,7 +262,10 @@ class PortableMamba(MambaMixer):
         return output
 
     def _mixed(self, xBCdt_BLC: Tensor, columns_C: Tensor, document_1L: Tensor) -> Tensor:
-        """Convolution and scan of some heads; `columns_C` are theirs in this tensor-parallel rank's x, B, C and dt."""
+        """Run convolution and scan of some heads.
+
+        `columns_C` are their columns of this tensor-parallel rank's x, B, C and dt.
+        """
         heads = self.nheads_local_tp // self.pg_collection.cp.size()
         own_C, own_H = columns_C[:-heads], columns_C[-heads:] - self.conv1d_bias.numel()
         xBC_BLC, dt_BLH = xBCdt_BLC.split([own_C.numel(), heads], dim=-1)
@@ -276,7 +282,7 @@ class PortableMamba(MambaMixer):
 
 
 def _wide(values: Tensor) -> Tensor:
-    """At least float32: decays are exponentials."""
+    """Convert to at least float32: decays are exponentials."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -292,14 +298,14 @@ def gated_delta_rule(
     document_BL: Tensor,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """o [B, L, H, V].
+    """Compute o [B, L, H, V].
 
     Args:
-        query_BLHK, key_BLHK: of length 1.
+        query_BLHK, key_BLHK: vectors of length 1.
         g_BLH: logarithm of the decay, 0 or less.
-        beta_BLH: from 0 to 1.
-        document_BL: the document of every position, [B, L] or [1, L]; states end with it.
-        chunk: positions of a chunk.
+        beta_BLH: step size, from 0 to 1.
+        document_BL: document of every position, [B, L] or [1, L]; states are reset between documents.
+        chunk: number of positions in a chunk.
     """
     length = query_BLHK.size(1)
     decays = Decays.of(g_BLH, document_BL, chunk)
@@ -322,12 +328,12 @@ def gated_delta_rule(
 
 
 def of_length_one(values: Tensor) -> Tensor:
-    """Vectors of the last dimension, divided by their length as `fla` does it."""
+    """Normalize vectors of the last dimension to length 1 as `fla` does."""
     return values * (values.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 class PortableGatedDeltaNet(GatedDeltaNet):
-    """Megatron's Gated DeltaNet, trained: packed rows, tensor, sequence and context parallelism."""
+    """Megatron's Gated DeltaNet for training: packed rows, tensor, sequence and context parallelism."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with having([common], HAVE_FLA=True):
@@ -337,12 +343,12 @@ class PortableGatedDeltaNet(GatedDeltaNet):
                 weight.register_hook(self._sum_of_ranks)
 
     def _sum_of_ranks(self, gradient: Tensor) -> Tensor:
-        """With sequence parallelism Megatron takes this sum, and without it leaves the ranks' weights to differ."""
+        """Sum over ranks also without sequence parallelism; Megatron does not, and the ranks' weights drift apart."""
         torch.distributed.all_reduce(gradient := gradient.clone(), group=self.tp_group)
         return gradient
 
     def _setup_variant_attrs(self) -> None:
-        """Megatron's, which also asks for a kernel."""
+        """Run Megatron's method, without its requirement of a kernel."""
         super()._setup_variant_attrs()
         self.gated_delta_rule = gated_delta_rule
 
@@ -357,10 +363,10 @@ class PortableGatedDeltaNet(GatedDeltaNet):
         inference_params: Any = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """The output [S, B, H] of this rank's positions, and a bias to add; `attention_mask` is not read.
+        """Return the output [S, B, H] of this rank's positions, and the bias to add; `attention_mask` is ignored.
 
         Raises:
-            ValueError: a cache was given: there is no decoding here.
+            ValueError: a cache was given; decoding is not supported here.
         """
         if inference_context is not None or inference_params is not None:
             raise ValueError("Gated DeltaNet does not decode with a cache; train and evaluate with it.")
@@ -380,7 +386,7 @@ class PortableGatedDeltaNet(GatedDeltaNet):
         return output
 
     def _mixed(self, whole_BLC: Tensor, columns_C: Tensor, document_1L: Tensor) -> Tensor:
-        """Convolution and delta rule of some heads; `columns_C` are theirs in this tensor-parallel rank's columns."""
+        """Run convolution and delta rule of some heads; `columns_C` are their columns of this tensor-parallel rank."""
         ranks = self.pg_collection.cp.size()
         keys, values, heads = (
             size // ranks for size in (self.qk_dim_local_tp, self.v_dim_local_tp, self.num_v_heads_local_tp)
@@ -400,7 +406,7 @@ class PortableGatedDeltaNet(GatedDeltaNet):
         return out_BLHV.flatten(2)
 
     def _normed_keys(self, keys_BLC: Tensor, heads: int) -> Tensor:
-        """Keys or queries for every value head; consecutive value heads share one."""
+        """Return keys or queries for every value head; consecutive value heads share one."""
         keys_BLHK = keys_BLC.unflatten(-1, (-1, self.key_head_dim))
         if self.use_qk_l2norm:
             keys_BLHK = of_length_one(keys_BLHK)

@@ -1,4 +1,4 @@
-"""Rotary positions: Megatron's rotary modules of any scaling, and at positions that are not 0, 1, 2, ..."""
+"""Rotary positions: Megatron's rotary modules with any scaling, and at positions other than 0, 1, 2, ..."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from megatron_mtp.spec.attention import AttentionSizes
 
 
 def rotary_of(sizes: AttentionSizes, config: TransformerConfig, cp_group: ProcessGroup) -> RotaryEmbedding:
-    """The module with the angles of attention of these sizes, in halves of the whole head."""
+    """Create the rotary module for attention of these sizes, rotating halves of the whole head."""
     scaling = sizes.scaling or {"rope_type": "default"}
     given: dict[str, Any] = {
         "kv_channels": sizes.channels,
@@ -43,14 +43,14 @@ def rotary_of(sizes: AttentionSizes, config: TransformerConfig, cp_group: Proces
 
 
 def place(module: torch.nn.Module, positions: Sequence[int]) -> None:
-    """Let the rows of every forward of `module` stand at these positions, where its parts make their own angles."""
+    """Set the positions of the rows of every forward pass of `module`, for parts that compute their own angles."""
     for rotary in _rotary_modules(module):
         rotary.forward = partial(_angles, rotary, positions)
 
 
 @contextmanager
 def placed(module: torch.nn.Module, positions: Sequence[int]) -> Iterator[None]:
-    """Let the rows of every forward of `module` stand at these positions while the context lasts."""
+    """Set the positions of the rows of every forward pass of `module` within this context."""
     place(module, positions)
     try:
         yield
@@ -60,12 +60,12 @@ def placed(module: torch.nn.Module, positions: Sequence[int]) -> Iterator[None]:
 
 
 def _rotary_modules(module: torch.nn.Module) -> Iterator[Any]:
-    """Only rotary modules have `get_emb`, with and without YaRN."""
+    """Yield rotary modules: only they have `get_emb`, with and without YaRN."""
     return (one for one in module.modules() if hasattr(one, "get_emb"))
 
 
 def _angles(rotary: Any, positions: Sequence[int], length: int, *_: object, **__: object) -> Any:
-    """In the place of `forward(length, ...)`: angles [length, 1, 1, C], with YaRN's factor if the module has one.
+    """Replace `forward(length, ...)`: return angles [length, 1, 1, C], with YaRN's factor if the module has one.
 
     The angles of positions 0 1 2 9 are made in two parts, of the 3 from 0 on and of the 1 from 9 on.
     """

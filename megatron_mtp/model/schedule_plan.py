@@ -1,8 +1,9 @@
-"""The plan of a forward for `--overlap-moe-expert-parallel-comm`, which takes it apart, so that no hook sees it.
+"""Schedule plan of a forward pass for `--overlap-moe-expert-parallel-comm`, which bypasses forward hooks.
 
     plan = HeadsSchedulePlan(model, tokens, positions, mask, output_processor=objective, ...)
 
-The trunk's layers are nodes of the plan, whose communication overlaps; the draft heads run whole in its last node.
+The trunk's layers are nodes of the plan, whose communication overlaps; MTP layers and drafters run whole in its last
+node.
 """
 
 from typing import Any, override
@@ -20,11 +21,11 @@ from megatron_mtp.model.trunk_output import AttentionInputs
 
 
 class HeadsNode(PostProcessNode):
-    """The last node: heads and objective."""
+    """The last node: MTP layers, drafters and the objective."""
 
     @override
     def forward_impl(self, hidden_SBH: Tensor) -> Any:
-        """What the objective returns, in float32, as the schedule expects it."""
+        """Return the objective's result in float32, as the schedule expects."""
         model, state = self.model, self.chunk_state
         if not (model.config.mtp_num_layers or model.decoder.layers) and model.decoder.final_layernorm is not None:
             normed_SBH = model.decoder.final_layernorm(hidden_SBH)
@@ -37,7 +38,7 @@ class HeadsNode(PostProcessNode):
 
 
 class HeadsSchedulePlan(TransformerModelChunkSchedulePlan):
-    """Megatron's plan, in which draft heads are not layers."""
+    """Megatron's schedule plan, in which draft heads are not layers."""
 
     POST_PROCESS_NODE_CLASS = HeadsNode
 

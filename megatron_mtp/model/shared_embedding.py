@@ -1,9 +1,9 @@
-"""The input embedding, which the MTP stage shares with the rest of the model.
+"""The input embedding, shared between the first pipeline stage and the MTP stage.
 
-The block sits on the last pipeline stage. With more than one stage that stage owns a *copy* of the input embedding:
-initialized equal, gradients summed over the embedding group, written to checkpoints once. A tied head uses the copy and
-owns no weight; an untied one owns its weight, which MTP shares with the trunk. Megatron's `LanguageModule` copies, sums
-and writes once, by the attributes that `attach_embedding` sets.
+The MTP block is on the last pipeline stage. With several stages, that stage owns a *copy* of the input embedding:
+initialized equal, with gradients summed over the embedding group, and written to checkpoints once. A tied output layer
+uses the copy and owns no weight; an untied one owns its weight, which MTP shares with the trunk. Megatron's
+`LanguageModule` does this, controlled by the attributes that `attach_embedding` sets.
 """
 
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def attach_embedding(model: LanguageModule) -> None:
-    """Give a stage without an input embedding its copy; a tied head then uses the copy alone."""
+    """Give a stage without an input embedding its copy; a tied output layer then uses only the copy."""
     if model.pre_process:
         return
     model.embedding = LanguageModelEmbedding(
@@ -36,5 +36,5 @@ def embedding_ranks(pipeline_ranks: list[int], config: TransformerConfig, tied: 
 
 
 def is_embedding(model: LanguageModule) -> bool:
-    """Return whether the head is the weight of this stage's embedding, and not of its output layer."""
+    """Return whether the output weight is that of this stage's embedding rather than of its output layer."""
     return model.share_embeddings_and_output_weights and bool(model.pre_process or model.mtp_process)

@@ -1,25 +1,25 @@
-"""Passes of a repeated layer that share keys: with a chain of their own, or without.
+"""Shared keys: later passes of a repeated layer attend to the keys of pass 1, with or without a chain of their own.
 
-Later passes attend to pass 1's keys and values, as the drafts of an engine do that reuses the layer: it runs the
-module over the known tokens with the trunk's states, one row a position, and keeps keys and values (pass 1). Then
-every step makes one row at the next position from the row before. So step d of the chain that starts at position i,
-which is pass d at position i in training, stands at position i + d - 1.
+Later passes attend to pass 1's keys and values, like the drafts of an engine that reuses the layer. Such an engine runs
+the module over the known tokens with the trunk's states, one row per position, and keeps keys and values (pass 1). Then
+each step computes one row at the next position from the previous row. So step d of the chain that starts at position i,
+which is pass d at position i in training, is at position i + d - 1.
 
-With --mtp-repeated-layer-shares-kv it sees the rows of pass 1 at 0 .. i, and of passes 2 .. d those of its own chain,
-at i + 1 .. i + d - 1:
+With --mtp-repeated-layer-shares-kv, it attends to the rows of pass 1 at 0 .. i, and to those of passes 2 .. d of its
+own chain, at i + 1 .. i + d - 1:
 
     pass 3, i = 2      position   0    1    2    3    4
                        rows of    1    1    1    2    3          the last two started at i = 2
 
-With --mtp-repeated-layer-first-pass-kv it sees the rows of pass 1 alone, as in GLM-5.2, whose engines choose keys for
-the first draft of a step and take the same ones for all others. Later passes then need no keys and values:
+With --mtp-repeated-layer-first-pass-kv, it attends only to the rows of pass 1, as in GLM-5.2, whose engines choose keys
+for the first draft of a step and reuse them for all others. Later passes then need no keys and values:
 
     pass 3, i = 2      position   0    1    2    3    4
-                       rows of    1    1    1                    the query stands at 4
+                       rows of    1    1    1                    the query is at 4
 
-Without sharing, pass d at i sees the rows of pass d at 0 .. i, which no engine has: there every one of them would
-have been made from drafts. NVIDIA/Megatron-LM#6472 shares pass 1's latents without a chain too, but leaves the queries
-of all passes at position i.
+Without sharing, pass d at i attends to the rows of pass d at 0 .. i, which no engine has: an engine would have to
+compute each of them from drafts. NVIDIA/Megatron-LM#6472 also shares pass 1's latents without a chain, but leaves the
+queries of all passes at position i.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,16 +38,16 @@ from megatron_mtp.model.latent_attention import LatentSelfAttention, PortableLat
 
 
 class SharingAttention(PortableAttention):
-    """Attention of a repeated layer. While passes are kept (`sharing`), the first call is pass 1, the second pass 2, ..
+    """Attention of a repeated layer. Within `sharing`, the first call is pass 1, the second pass 2, and so on.
 
     Attributes:
-        passes: keys and values of the passes so far; None while none are kept, where it is `PortableAttention`.
+        passes: keys and values of the passes so far; None outside `sharing`, where it behaves like `PortableAttention`.
     """
 
     passes: list[tuple[Tensor, Tensor]] | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any) -> Tensor:
-        """Attend as `PortableAttention`, with queries and keys rotated to the positions of their pass."""
+        """Attend like `PortableAttention`, with queries and keys rotated to the positions of their pass."""
         if self.passes is not None:
             self.passes.append((key, value))
             (key, value), *self.chain = self.passes
@@ -58,19 +58,19 @@ class SharingAttention(PortableAttention):
 
 
 class FirstPassKeys(MegatronModule):
-    """Put before a class of Megatron's self-attention. While passes are kept, later ones attend to pass 1's keys alone.
+    """Mix-in for Megatron's self-attention classes: within `sharing`, later passes attend only to pass 1's keys.
 
-    Any core attention will do, since the mask of all passes is the same. Keys of grouped queries are kept before they
-    are turned: Megatron turns queries and keys of a later pass by a pair of angles.
+    Works with any core attention, because all passes have the same mask. Keys of grouped-query attention are stored
+    before rotation: Megatron rotates queries and keys of a later pass by a pair of angles.
 
     Attributes:
-        passes: pass 1's keys and values, and an empty tuple for each pass after it; None while none are kept.
+        passes: pass 1's keys and values, and an empty tuple for each later pass; None outside `sharing`.
     """
 
     passes: list[tuple[Tensor, ...]] | None = None
 
     def get_query_key_value_tensors(self, *given: Any, **named: Any) -> tuple[Any, ...]:
-        """Megatron's tuple, with pass 1's keys and values in a later pass."""
+        """Return Megatron's tuple, with pass 1's keys and values in a later pass."""
         query, key, value, *others = super().get_query_key_value_tensors(*given, **named)
         if self.passes is not None:
             # copies, since Megatron may free what it recomputes, and views hold the queries' memory as well
@@ -80,7 +80,7 @@ class FirstPassKeys(MegatronModule):
 
     @contextmanager
     def at_pass(self, number: int, first: tuple[Tensor, ...]) -> Iterator[list[tuple[Tensor, ...]]]:
-        """While this lasts, the next call is pass `number`, with keys and values `first`; yields `passes`."""
+        """Within this context, the next call is pass `number`, with keys and values `first`. Yields `passes`."""
         before, self.passes = self.passes, [first, *[()] * (number - 2)] if number > 1 else []
         try:
             yield self.passes
@@ -89,9 +89,9 @@ class FirstPassKeys(MegatronModule):
 
 
 class LatentFirstPassKeys(FirstPassKeys):
-    """`FirstPassKeys` before a class of latent attention, which turns queries and keys by angles of its own.
+    """`FirstPassKeys` for latent attention classes, which rotate queries and keys by their own angles.
 
-    Those of a later pass turn further; its keys are not used.
+    Those of a later pass rotate further; its keys are not used.
     """
 
     rotary_pos_emb: torch.nn.Module
@@ -102,7 +102,10 @@ class LatentFirstPassKeys(FirstPassKeys):
 
 
 class ChainedLatentAttention(PortableLatentAttention):
-    """Latent attention in a repeated layer with a chain, on Megatron's projections; keys of a later pass turn too."""
+    """Latent attention in a repeated layer with a chain, on Megatron's projections.
+
+    Rotates keys of later passes, too.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -112,12 +115,12 @@ class ChainedLatentAttention(PortableLatentAttention):
 def _turn_further(
     layer: SharingAttention | FirstPassKeys, _: Any, given: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before latent attention makes its angles: pass d stands d - 1 positions later."""
+    """Shift positions before latent attention computes its angles: pass d is d - 1 positions later."""
     return given, {**named, "offset": len(layer.passes or ())}
 
 
 class RepeatedAttention(FirstPassKeys, SelfAttention):
-    """Attention of grouped queries in a repeated layer without a chain."""
+    """Grouped-query attention in a repeated layer without a chain."""
 
 
 class RepeatedLatentAttention(LatentFirstPassKeys, LatentSelfAttention):
@@ -137,14 +140,14 @@ WITH_CHAIN: dict[Any, Any] = {
     PortableAttention: SharingAttention,
     PortableLatentAttention: ChainedLatentAttention,
 }
-"""What stands in the spec of a repeated layer, without and with a chain of its passes' own."""
+"""Attention modules in the spec of a repeated layer, and their replacements if its passes have a chain of their own."""
 
 Sharing = SharingAttention | FirstPassKeys
 
 
 @contextmanager
 def sharing(layers: Sequence[Sharing]) -> Iterator[None]:
-    """Keep the passes of these layers while this lasts."""
+    """Keep the passes of these layers within this context."""
     for layer in layers:
         layer.passes = []
     try:
@@ -155,9 +158,9 @@ def sharing(layers: Sequence[Sharing]) -> Iterator[None]:
 
 
 def recomputed(layer: SharingAttention, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Result of `run` in one pass of the layer; the backward pass computes it again.
+    """Run one pass of the layer with activation checkpointing: the backward pass recomputes it.
 
-    Of what was computed, only the pass's keys and values are held in between.
+    Only the keys and values of the pass are kept.
     """
     assert layer.passes is not None, "no passes are kept"
     before = [*layer.passes]

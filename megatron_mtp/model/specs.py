@@ -1,7 +1,7 @@
-"""Modules for machines without Transformer Engine in Megatron's places.
+"""Replace Megatron's modules by portable ones on machines without Transformer Engine.
 
-Most places are fields of a spec. Megatron's MoE layer has no field for its latent projections: it looks up the name of
-Transformer Engine's class in its own module.
+Most modules are fields of a spec. Megatron's MoE layer has no field for its latent projections: it looks up Transformer
+Engine's class by name in its own module.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from megatron_mtp.model.norms import PortableNorm
 
 
 def with_portable_modules(spec: Any, config: TransformerConfig) -> Any:
-    """The spec (a module, a `ModuleSpec`, or a dataclass or list of such) with portable modules for Megatron's."""
+    """Return the spec (a module, a `ModuleSpec`, or a dataclass or list of them) with portable modules."""
     attention = PortableAttention if config.softmax_type == "vanilla" else SinkAttention
     swaps = {
         WrappedTorchNorm: PortableNorm,
@@ -35,7 +35,7 @@ def with_portable_modules(spec: Any, config: TransformerConfig) -> Any:
 
 
 def with_modules(spec: Any, swaps: dict[Any, Any]) -> Any:
-    """The spec with other classes of modules, wherever it names one of the keys of `swaps`."""
+    """Return the spec with classes replaced by `swaps`, wherever they occur."""
     if isinstance(spec, list):
         return [with_modules(one, swaps) for one in spec]
     if isinstance(spec, ModuleSpec):
@@ -49,7 +49,7 @@ def with_modules(spec: Any, swaps: dict[Any, Any]) -> Any:
 
 
 def with_portable_projections(config: TransformerConfig) -> AbstractContextManager[None]:
-    """While this lasts, MoE layers that are made without TE can have a latent (`--moe-latent-size`)."""
+    """Within this context, MoE layers created without TE support a latent (`--moe-latent-size`)."""
     if config.transformer_impl != "local" or not config.moe_latent_size:
         return nullcontext()
     return having([moe_layer], HAVE_TE=True, TELinear=PortableLinear)
@@ -57,7 +57,7 @@ def with_portable_projections(config: TransformerConfig) -> AbstractContextManag
 
 @contextmanager
 def having(modules: list[ModuleType], **values: Any) -> Iterator[None]:
-    """While this lasts, these names of the modules have other values, in the modules that have the names."""
+    """Within this context, set these names to other values in all modules that have them."""
     before = [(module, name, getattr(module, name)) for module in modules for name in values if hasattr(module, name)]
     for module, name, _ in before:
         setattr(module, name, values[name])

@@ -1,4 +1,4 @@
-"""What the last pipeline stage gives the losses: hidden states of the trunk and of every draft head, and the heads."""
+"""Output of the last pipeline stage for the losses: hidden states of trunk and draft heads, and output layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ class Drafted:
     """Output of a draft head.
 
     Attributes:
-        hidden: states of depth 1 .. D.
-        head: the output head as it drafts with it, detached where it must not train it.
-        batch: its depths.
-        confidence_DSB: logits that the drafts of a depth are accepted, of a drafter that has them; else None.
+        hidden: states of depths 1 .. D.
+        head: the output layer to draft with, detached if this head must not train it.
+        batch: its batch.
+        confidence_DSB: logits of each depth's drafts being accepted, for drafters that have them; otherwise None.
     """
 
     hidden: list[Tensor]
@@ -32,9 +32,9 @@ class StageOutput:
 
     Attributes:
         hidden_SBH: the trunk's hidden states after its final norm.
-        head: the output head.
-        drafted: of every draft head; empty where the call had no batches.
-        batches: the call's `output_processor_context`: one for every draft head, and one without MTP layers for a trunk
+        head: the output layer.
+        drafted: output of every draft head; empty if the call had no batches.
+        batches: the call's `output_processor_context`: one for every draft head, or one without MTP layers for a trunk
             alone. All have the trunk's labels.
     """
 

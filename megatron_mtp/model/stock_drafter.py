@@ -1,4 +1,4 @@
-"""Drafters on a model of Megatron's own class: described by what the model tells of its trunk, and built."""
+"""Drafters for a model of Megatron's own class: resolves their settings from the model and builds them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,21 +21,21 @@ from megatron_mtp.spec.head import HeadSpec, TrunkSpec
 
 ROPE = ("rope", "yarn")
 BASE = 10_000.0
-"""The base of angles of a drafter whose trunk has none."""
+"""Rotary base of a drafter whose trunk has none."""
 SPECS = "mtp_drafters"
-"""Attribute of every stage: the drafters of the last one, by the names of their modules."""
+"""Attribute of every pipeline stage: drafters of the last stage, by their module names."""
 
 
 def described(chunk: Any, settings: MTPConfig, tokens: int | None) -> HeadSpec:
-    """The drafter on this trunk, reading layers by Megatron's numbers.
+    """Resolve the settings of a drafter on this trunk, which reads layers by Megatron's numbers.
 
     Args:
-        chunk: a stage of the model; any.
-        settings: that name it.
-        tokens: of the vocabulary; None if every row of the output layer is one.
+        chunk: any stage of the model.
+        settings: settings of the drafter.
+        tokens: number of tokens of the vocabulary; None if every row of the output layer is one.
 
     Raises:
-        ValueError: the trunk has no such drafter.
+        ValueError: the trunk does not support this drafter.
     """
     kind, symbols = settings.drafter, symbols_of_a_layer(getattr(chunk, "hybrid_layer_pattern", None))
     assert kind is not None
@@ -45,10 +45,10 @@ def described(chunk: Any, settings: MTPConfig, tokens: int | None) -> HeadSpec:
 
 
 def add_drafters(chunk: Any, drafters: Mapping[str, HeadSpec], drafted: Mapping[str, Tensor]) -> None:
-    """Put new drafters on the last stage, by the names of their modules; earlier ones pass on the states they read.
+    """Add new drafters to the last stage, by module name; earlier stages pass on the states that they read.
 
     Args:
-        drafted: the tokens [N] of those that do not draft all, ascending.
+        drafted: the tokens [N] of drafters with a draft vocabulary, ascending.
     """
     setattr(chunk, SPECS, dict(drafters))
     if not chunk.post_process:
@@ -65,15 +65,15 @@ def add_drafters(chunk: Any, drafters: Mapping[str, HeadSpec], drafted: Mapping[
 
 
 def trunk_of(chunk: Any, symbols: int, scaling: str | None) -> TrunkSpec:
-    """What a drafter depends on in a trunk of Megatron's class.
+    """Return the trunk facts that a drafter depends on, for a trunk of Megatron's class.
 
     Args:
         chunk: the model, on one stage.
-        symbols: of its pattern, for one of its layers.
-        scaling: that the drafter was given.
+        symbols: pattern symbols of one of its layers.
+        scaling: RoPE scaling given for the drafter.
 
     Raises:
-        ValueError: the trunk's angles are scaled, which its modules do not tell, and none was given.
+        ValueError: the trunk's RoPE is scaled, which cannot be read from its modules, and no scaling was given.
     """
     config, rotary = chunk.config, getattr(chunk, "rotary_pos_emb", None)
     is_latent = config.multi_latent_attention
@@ -100,7 +100,7 @@ def trunk_of(chunk: Any, symbols: int, scaling: str | None) -> TrunkSpec:
 
 
 def _base_of(rotary: Any) -> float:
-    """The base of unscaled angles, from the first two frequencies."""
+    """Return the base of unscaled angles, from the first two frequencies."""
     if rotary is None:
         return BASE
     first, second = (float(one) for one in rotary.inv_freq[:2].double())
@@ -108,7 +108,7 @@ def _base_of(rotary: Any) -> float:
 
 
 def _is_plain(rotary: Any, base: float) -> bool:
-    """Return whether the frequencies are those of a base alone, and positions are not divided."""
+    """Return whether the frequencies come from a base alone, and positions are not divided."""
     frequencies: Tensor = rotary.inv_freq
     count = len(frequencies)
     plain = base ** -(torch.arange(count, dtype=torch.float64) / count)

@@ -1,13 +1,14 @@
-"""Softmax, argmax and sums over a vocabulary that is cut over tensor-parallel ranks, in plain torch.
+"""Softmax, argmax and sums over a vocabulary that is split over tensor-parallel ranks, in plain torch.
 
-Megatron appends rows to the embedding and the head, so that ranks have slices of one size.
+Megatron appends rows to embedding and output layer so that all ranks have slices of the same size.
 
     331 tokens in 512 rows, over two ranks      rank 0: 256 tokens      rank 1: 75 tokens and 181 rows of padding
 
-Their number depends on the layout. They must have no probability, or the losses would depend on the layout too.
+The number of padding rows depends on the layout. They must have probability 0, or the losses would depend on the layout
+too.
 
-Letters in names: N positions, in one dimension or several, V this rank's slice of the vocabulary (of the drafted tokens
-where there is a draft vocabulary), W this rank's slice of all tokens.
+Letters in names: N positions, in one dimension or several, V this rank's slice of the vocabulary (of the draft
+vocabulary if there is one), W this rank's slice of all tokens.
 """
 
 from collections.abc import Sequence
@@ -21,12 +22,12 @@ from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 
 
 def tokens_of_slice(vocab_size: int | None, rows: int, rank: int) -> int:
-    """The number of a rank's `rows` that are tokens; they are the first ones.
+    """Return how many of a rank's `rows` are tokens; they are the first ones.
 
     Args:
-        vocab_size: tokens of the whole vocabulary; None if every row is one.
-        rows: of one rank's slice.
-        rank: the owner of the slice.
+        vocab_size: number of tokens of the whole vocabulary; None if every row is one.
+        rows: number of rows of one rank's slice.
+        rank: owner of the slice.
     """
     return rows if vocab_size is None else min(max(vocab_size - rank * rows, 0), rows)
 
@@ -35,8 +36,8 @@ def tokens_of_slice(vocab_size: int | None, rows: int, rank: int) -> int:
 def mask_padding_(logits: Tensor, tokens: int) -> Tensor:
     """Give the entries [..., tokens:] probability 0, in place.
 
-    The value is finite, so that a rank with a slice of padding alone computes no inf - inf. Where the probability of a
-    softmax is 0, so is its gradient: autograd need not record this.
+    The value is finite, so that a rank whose slice is only padding does not compute inf - inf. Where the probability of
+    a softmax is 0, so is its gradient, so autograd does not need to record this.
     """
     if tokens < logits.size(-1):
         logits[..., tokens:] = max(torch.finfo(logits.dtype).min, -1e30)
@@ -48,11 +49,11 @@ class Vocabulary:
     """This rank's slice of the vocabulary.
 
     Attributes:
-        slice_size: entries that this rank holds: the same number on every rank, except in a draft vocabulary.
-        group: the ranks that hold the slices; None if one rank holds all.
-        logit_scale: the factor of all logits.
-        draft_vocabulary: the entries, where these are not all tokens.
-        tokens: size of the whole vocabulary; rows after it only pad the slices. None if every row is a token.
+        slice_size: number of entries on this rank; the same on every rank, except in a draft vocabulary.
+        group: ranks that hold the slices; None if one rank holds all.
+        logit_scale: factor of all logits.
+        draft_vocabulary: the draft vocabulary, if the entries are not all tokens.
+        tokens: size of the whole vocabulary; further rows are padding. None if every row is a token.
     """
 
     slice_size: int
@@ -63,27 +64,27 @@ class Vocabulary:
 
     @property
     def ranks(self) -> int:
-        """R, ranks that hold slices."""
+        """R, number of ranks that hold slices."""
         return 1 if self.group is None else self.group.size()
 
     @property
     def size(self) -> int:
-        """Entries of all slices, without padding."""
+        """Number of entries of all slices, without padding."""
         if self.draft_vocabulary is not None:
             return self.draft_vocabulary.size
         return self.slice_size * self.ranks if self.tokens is None else self.tokens
 
     @property
     def widest(self) -> int:
-        """The most entries that any rank may hold: the same number on every rank, so that all cut the same chunks."""
+        """Maximum number of entries on any rank. The same on every rank, so that all ranks use the same chunks."""
         return self.slice_size if self.draft_vocabulary is None else self.draft_vocabulary.size
 
     def tokens_of(self, values_NX: Tensor) -> Tensor:
-        """A view without the columns of padding; X is V, or W where there is a column for all tokens."""
+        """Return a view without padding columns; X is V, or W if there is a column for every token."""
         return values_NX[..., : self._tokens_in(values_NX.size(-1))]
 
     def mask_padding_(self, logits_NX: Tensor) -> Tensor:
-        """Give padding no probability, in place."""
+        """Give padding probability 0, in place."""
         return mask_padding_(logits_NX, self._tokens_in(logits_NX.size(-1)))
 
     def _tokens_in(self, columns: int) -> int:
@@ -96,11 +97,11 @@ class Vocabulary:
         return 0 if self.group is None else self.group.rank()
 
     def sum(self, values_NV: Tensor) -> Tensor:
-        """[N, 1]"""
+        """Sum over the whole vocabulary, [N, 1]."""
         return self.added(values_NV.sum(dim=-1, keepdim=True))
 
     def added(self, parts: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
+        """Sum over ranks, in place."""
         if self.ranks > 1:
             torch.distributed.all_reduce(parts, group=self.group)
         return parts
@@ -113,18 +114,18 @@ class Vocabulary:
         return local_N1.masked_fill(~is_own_N1, 0), is_own_N1
 
     def softmax_(self, logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities, in the memory of the logits, and the logarithm of their normalizer, [N, 1]."""
+        """Compute probabilities, in the memory of the logits, and the logarithm of their normalizer, [N, 1]."""
         (probabilities_NV,), normalizer_N1, _ = self.softmaxes_([logits_NV])
         return probabilities_NV, normalizer_N1
 
     def softmaxes_(
         self, logits: Sequence[Tensor], parts_NJ: Tensor | None = None
     ) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Several softmaxes, of slices of any width, and sums over ranks, by one exchange between these.
+        """Compute several softmaxes, of slices of any width, and sums over ranks, with one exchange between ranks.
 
         Args:
-            logits: K of [N, V], which are overwritten.
-            parts_NJ: this rank's parts of further sums.
+            logits: K tensors [N, V], which are overwritten.
+            parts_NJ: this rank's parts of additional sums.
 
         Returns:
             The probabilities, in the memory of the logits; the logarithms of their normalizers [N, K]; the sums [N, J].
@@ -138,7 +139,7 @@ class Vocabulary:
         return probabilities, total_NK.log() + largest_NK, sums_NJ
 
     def log_softmaxes_(self, logits: Sequence[Tensor]) -> list[Tensor]:
-        """Logarithms of the probabilities of several, in the memory of the logits, by one exchange between ranks."""
+        """Compute several log-softmaxes, in the memory of the logits, with one exchange between ranks."""
         own_NK = torch.cat([each_NV.amax(-1, keepdim=True) for each_NV in logits], -1)
         below = [each_NV.sub_(own_NK[..., k : k + 1]) for k, each_NV in enumerate(logits)]
         total_NK = torch.cat([each_NV.exp().sum(-1, keepdim=True) for each_NV in below], -1)
@@ -149,12 +150,12 @@ class Vocabulary:
     def joined(
         self, largest_NK: Tensor, total_NK: Tensor, parts_NJ: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The whole rows' statistics of those of the slices, by one exchange between ranks.
+        """Combine the statistics of slices to those of whole rows, with one exchange between ranks.
 
         Args:
-            largest_NK: this rank's largest logits, or others that are not far below.
-            total_NK: sums of the exponentials of what this rank's logits have above these.
-            parts_NJ: this rank's parts of further sums.
+            largest_NK: this rank's largest logits, or bounds not far below them.
+            total_NK: sums of exponentials of this rank's logits relative to these.
+            parts_NJ: this rank's parts of additional sums.
         """
         own = [largest_NK, total_NK, largest_NK[..., :0] if parts_NJ is None else parts_NJ]
         if self.ranks == 1:
@@ -168,13 +169,13 @@ class Vocabulary:
         return whole_NK, total_RNK.sum(0), parts_RNJ.sum(0)
 
     def argmax(self, logits_NV: Tensor) -> Tensor:
-        """The token of the largest logit over all slices, [N]; the lowest token among equals."""
+        """Return the token with the largest logit over all slices, [N]; ties go to the lowest token."""
         best_N1, token_N1 = logits_NV.max(dim=-1, keepdim=True)
         best_NR, token_NR = self._of_all_slices(best_N1, token_N1, logits_NV.size(-1))
         return token_NR.gather(-1, best_NR.argmax(dim=-1, keepdim=True)).squeeze(-1)
 
     def largest(self, logits_NV: Tensor, count: int) -> Tensor:
-        """The tokens with the largest logits over all slices, [N, count], the largest first; padding is masked."""
+        """Return the tokens with the largest logits over all slices, [N, count], largest first; padding is masked."""
         own_NC, token_NC = self.mask_padding_(logits_NV).topk(min(count, logits_NV.size(-1)))
         if self.ranks == 1:
             return token_NC
@@ -182,7 +183,7 @@ class Vocabulary:
         return token_NX.gather(-1, best_NX.topk(count).indices)
 
     def _of_all_slices(self, values_NC: Tensor, places_NC: Tensor, entries: int) -> tuple[Tensor, Tensor]:
-        """Every rank's values and their tokens, rank by rank, from their places in slices of so many entries."""
+        """Return every rank's values and their tokens, in rank order, from indices within slices of this size."""
         if self.ranks == 1:
             return values_NC, places_NC
         tokens_NC = places_NC + self._rank * entries
@@ -192,7 +193,10 @@ class Vocabulary:
         return torch.cat(both[0], -1), torch.cat(both[1], -1)
 
     def drafted(self, values_NW: Tensor) -> Tensor:
-        """The columns of the drafted tokens, [N, V], if every token has a column; else the values as they are."""
+        """Return the columns of the draft vocabulary, [N, V], if every token has a column.
+
+        Otherwise the values unchanged.
+        """
         if self.draft_vocabulary is None or values_NW.size(1) == self.slice_size:
             return values_NW
         return values_NW.index_select(1, self.draft_vocabulary.rows_K)

@@ -1,9 +1,9 @@
-"""A recipe: flags of `train` under a name that the field knows, with its sources and the figures that it reached.
+"""A recipe: flags of `train` under a well-known name, with its sources and published results.
 
     purpose: a native MTP layer, improved on the frozen trunk
     trunk: frozen                     # or trained: the trunk learns with the layers
     source: [arXiv:2606.15007, section 3.4]
-    settings:                         # of `train`, without the dashes; true stands for a switch
+    settings:                         # of `train`, without the dashes; true for a switch
       mtp-loss: kd
     differs: [what of the source no flag sets]
     there: [what it reached there]
@@ -25,12 +25,12 @@ MEANINGLESS_WITHOUT = {
     "mtp-loss-final-factor": "mtp-loss-schedule",
     "mtp-loss-schedule-steps": "mtp-loss-schedule",
 }
-"""Settings that say more about another one: a command line that gives the latter leaves both out of the recipe."""
+"""Settings that refine another setting. If a command line gives the other setting, both are left out of the recipe."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the file of a recipe holds; `settings` are flags of `train`, without their dashes, in their order."""
+    """Contents of a recipe's file; `settings` are flags of `train`, without dashes, in order."""
 
     name: str
     purpose: str
@@ -42,10 +42,10 @@ class Recipe:
     here: list[str]
 
     def left(self, given: Collection[str]) -> dict[str, str]:
-        """The settings that a command line with these flags (without their dashes) leaves to the recipe.
+        """Return the settings that a command line with these flags (without dashes) does not override.
 
         Raises:
-            ValueError: the recipe is for a drafter, and the command line asks for MTP layers, or the reverse.
+            ValueError: the recipe is for a drafter and the command line asks for MTP layers, or the reverse.
         """
         kind = self.settings.get("drafter")
         if kind is None and "drafter" in given:
@@ -61,7 +61,7 @@ class Recipe:
         }
 
     def lines(self, given: Collection[str]) -> list[str]:
-        """What the recipe sets beside such a command line, and what that overrides, a line each."""
+        """Return a line for each setting of the recipe on such a command line, and for each that is overridden."""
         left = self.left(given)
         gone = [f"--{name}" for name in self.settings if name not in left]
         made = [f"recipe {self.name} sets {shown(left) or 'nothing'}"]
@@ -69,23 +69,23 @@ class Recipe:
 
 
 def shown(settings: Mapping[str, str]) -> str:
-    """Settings as one types them."""
+    """Format settings as on a command line."""
     return " ".join(f"--{name}" if value == "true" else f"--{name} {value}" for name, value in settings.items())
 
 
 def words_of(settings: Mapping[str, str]) -> list[str]:
-    """Settings as words of a command line, one each: unknown flags with their values stay together."""
+    """Convert settings to words of a command line, one each: unknown flags with their values stay together."""
     return [f"--{name}" if value == "true" else f"--{name}={value}" for name, value in settings.items()]
 
 
 def names() -> list[str]:
-    """Names of the recipes, in alphabetical order."""
+    """Return the names of the recipes, in alphabetical order."""
     files = resources.files(__package__).iterdir()
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
 
 
 def read(name: str) -> Recipe:
-    """The recipe of a name. Raises ValueError where there is none."""
+    """Read the recipe with this name. Raise ValueError if there is none."""
     known = names()
     if name not in known:
         raise ValueError(f"--recipe is '{name}'; choose one of {', '.join(known)}{did_you_mean([name], known) or '.'}")

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: updates of the engine in, the objects of both endpoints out, whole or in parts."""
+"""Responses in OpenAI's form: converts engine updates to the objects of both endpoints, whole or streamed."""
 
 import json
 import time
@@ -18,7 +18,7 @@ from megatron_mtp.server.detokenizer import OutputText
 from megatron_mtp.server.protocol import APIError, Body, ChatBody, CompletionBody
 
 MIN_LOGPROB = -9999.0
-"""Log-probability of what is impossible: JSON has no infinity."""
+"""Log-probability of an impossible token: JSON has no infinity."""
 
 DONE = format_sse_event(data_str="[DONE]")
 
@@ -27,9 +27,9 @@ class Delta(NamedTuple):
     """An update's part of an output.
 
     Attributes:
-        text: characters that may go out; fewer than `pieces` have where a stop string may have begun.
-        pieces: the characters that each token of the update completes.
-        start: characters that the output had before.
+        text: characters to send; fewer than `pieces` have if a stop string may have begun.
+        pieces: characters that each token of the update completes.
+        start: number of characters that the output had before.
     """
 
     update: Update
@@ -40,14 +40,14 @@ class Delta(NamedTuple):
 
 @dataclass
 class Choice:
-    """An output of a request.
+    """One output of a request.
 
     Attributes:
-        index: its place in the answer.
-        prompt: what it continues.
-        text: of its tokens; the engine reads it as well where there are stop strings.
-        muted: the one token that is computed does not go out: the client wants the prompt's log-probabilities alone.
-        tokens: how many it has so far.
+        index: its index in the response.
+        prompt: prompt that it continues.
+        text: text of its tokens. The engine reads it too if there are stop strings.
+        muted: whether to hide the single generated token, because the client only wants the prompt's log-probabilities.
+        tokens: number of tokens so far.
     """
 
     index: int
@@ -61,7 +61,7 @@ class Choice:
     _characters: int = 0
 
     def take(self, update: Update) -> Delta:
-        """Read an update, and keep what it adds."""
+        """Add an update."""
         self.prompt_logprobs = self.prompt_logprobs or update.prompt_logprobs
         self.cached_tokens += update.cached_tokens
         if self.muted:
@@ -76,7 +76,7 @@ class Choice:
 
 
 class Answer[AnyBody: Body](ABC):
-    """The answer to one body, which grows with the updates of its choices."""
+    """Response to one request body, which grows with the updates of its choices."""
 
     prefix: str
     whole_object: str
@@ -87,14 +87,14 @@ class Answer[AnyBody: Body](ABC):
         self._head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     async def whole(self, updates: AsyncIterable[tuple[int, Update]]) -> dict[str, Any]:
-        """The answer, once all choices have ended."""
+        """Return the complete response, after all choices have ended."""
         async for place, update in updates:
             self._choices[place].take(update)
         entries = [self._entry(choice, choice.deltas, streamed=False) for choice in self._choices]
         return {**self._head, "object": self.whole_object, "choices": entries, "usage": self._usage()}
 
     async def events(self, updates: AsyncIterable[tuple[int, Update]]) -> AsyncIterator[bytes]:
-        """Server-sent events: of every update that adds something, of the sums if asked for, and [DONE]."""
+        """Return server-sent events: one for each update with content, the usage if requested, and [DONE]."""
         for opening in self._openings():
             yield self._event([opening])
         try:
@@ -112,15 +112,15 @@ class Answer[AnyBody: Body](ABC):
         yield DONE
 
     def _openings(self) -> list[dict[str, Any]]:
-        """Entries of a stream that come before all tokens."""
+        """Yield stream entries that precede all tokens."""
         return []
 
     @abstractmethod
     def _said(self, choice: Choice, deltas: list[Delta], streamed: bool) -> dict[str, Any]:
-        """The text of some of a choice's deltas, with log-probabilities."""
+        """Return the text of some deltas of a choice, with log-probabilities."""
 
     def _entry(self, choice: Choice, deltas: list[Delta], streamed: bool) -> dict[str, Any]:
-        """Some of a choice's deltas: their text, why the choice ended, the weights' version, tokens and drafts."""
+        """Return some deltas of a choice: text, finish reason, weight version, tokens and drafts."""
         last = deltas[-1].update
         entry = {"index": choice.index, **self._said(choice, deltas, streamed), "finish_reason": last.finish}
         entry["policy_version"] = last.policy_version
@@ -141,7 +141,7 @@ class Answer[AnyBody: Body](ABC):
         return format_sse_event(data_str=json.dumps(written, ensure_ascii=False))
 
     def _usage(self) -> dict[str, Any]:
-        """The sums of the request. A prompt counts once, with the rows that none of its choices has run."""
+        """Return the totals of the request. A prompt counts once, with the rows that none of its choices has run."""
         groups = [*batched(self._choices, self._body.n)]  # the choices of each prompt
         prompts = sum(len(group[0].prompt) for group in groups)
         cached = sum(min(choice.cached_tokens for choice in group) for group in groups)
@@ -154,7 +154,7 @@ def _sums(prompt: int, completion: int) -> dict[str, Any]:
 
 
 class CompletionAnswer(Answer[CompletionBody]):
-    """The form of /v1/completions."""
+    """Response format of /v1/completions."""
 
     prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
@@ -175,7 +175,7 @@ class CompletionAnswer(Answer[CompletionBody]):
         return {"text": text, "logprobs": listed}
 
     def _list_prompt(self, listed: dict[str, Any], choice: Choice) -> None:
-        """Add the prompt's tokens; nothing comes before the first one, which has no probability."""
+        """Add the prompt's tokens; the first one has no probability, because no token precedes it."""
         detokenizer, offset = self._codec.detokenizer([]), 0
         for token, one in zip(choice.prompt, [None, *choice.prompt_logprobs], strict=True):
             self._list(listed, token, one, offset)
@@ -190,12 +190,12 @@ class CompletionAnswer(Answer[CompletionBody]):
 
 
 class ChatAnswer(Answer[ChatBody]):
-    """The form of /v1/chat/completions."""
+    """Response format of /v1/chat/completions."""
 
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def _openings(self) -> list[dict[str, Any]]:
-        """The role of each choice."""
+        """Yield the role of each choice."""
         delta = {"role": "assistant", "content": ""}
         return [{"index": one.index, "delta": delta, "logprobs": None, "finish_reason": None} for one in self._choices]
 
@@ -218,5 +218,5 @@ class ChatAnswer(Answer[ChatBody]):
 
 
 def finite(logprob: float) -> float:
-    """A log-probability for JSON, which has no NaN either: weights that have some make it."""
+    """Return a log-probability as valid JSON. Weights with NaN would produce NaN, which JSON does not allow."""
     return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB

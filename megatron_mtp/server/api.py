@@ -1,4 +1,4 @@
-"""The server's paths, as a FastAPI application, and uvicorn, which drains.
+"""HTTP paths as a FastAPI application, run by uvicorn with graceful shutdown.
 
 POST  /v1/completions, /v1/chat/completions      GET  /v1/models, /v1/models/NAME
 GET   /health, /metrics                          GET  /openapi.json  the fields
@@ -52,19 +52,19 @@ from megatron_mtp.server.protocol import (
 )
 
 SHUTDOWN_GRACE_S = 10
-"""Seconds in which clients read the end of what they asked for, after the last token of all requests."""
+"""Seconds that clients have to read the end of their responses, after the last token of all requests."""
 
 GONE = 499
-"""Status in logs and metrics of a client that went away, as nginx has it; nobody reads it."""
+"""Status in logs and metrics for a client that disconnected, as in nginx; no client reads it."""
 
 NO_ROUTE = "other"
-"""Label in the metrics of paths that are not served, and of requests that are refused before they are routed."""
+"""Metrics label for paths that are not served, and for requests refused before routing."""
 
 PROGRESS_S = 10
-"""Seconds between two lines on what the engine does."""
+"""Seconds between two log lines on the engine's progress."""
 
 UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""Headers of a stream that proxies pass on as it comes."""
+"""Headers that make proxies pass a stream on without buffering."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class Served:
     """The model that is served.
 
     Attributes:
-        name: by which clients call it.
+        name: model name for clients.
         codec: its tokenizer.
-        positions: tokens of a prompt with its output, at most.
-        vocabulary: token ids below this can occur.
-        most_outputs: of one HTTP request.
+        positions: maximum number of tokens of a prompt and its output.
+        vocabulary: upper bound on token ids.
+        most_outputs: maximum number of outputs of one HTTP request.
         created: Unix time of the start.
     """
 
@@ -88,12 +88,12 @@ class Served:
     created: int
 
     def as_json(self) -> dict[str, Any]:
-        """The entry in the list of models."""
+        """Return the entry for the list of models."""
         named = {"id": self.name, "object": "model", "created": self.created}
         return {**named, "owned_by": "megatron-mtp", "max_model_len": self.positions}
 
     def check(self, body: Body, prompts: int) -> None:
-        """Raises APIError for another model, and for more outputs of so many prompts than the server ever takes."""
+        """Raise APIError for another model name, or for more outputs than the server accepts."""
         if body.model is not None:
             self.check_name(body.model)
         if (count := prompts * body.n) > self.most_outputs:
@@ -101,12 +101,12 @@ class Served:
             raise APIError(f"the request has {count} outputs; {most}")
 
     def check_name(self, asked: str) -> None:
-        """Raises APIError for another model."""
+        """Raise APIError for another model name."""
         if asked != self.name:
             raise APIError(f"the model '{asked}' is not served; '{self.name}' is.", "model", "model_not_found", 404)
 
     def check_prompt(self, prompt: list[int], limit: int | None) -> None:
-        """Raises APIError for a prompt that cannot be continued by so many tokens."""
+        """Raise APIError for a prompt that cannot be continued by this many tokens."""
         if len(prompt) + max(1 if limit is None else limit, 1) > self.positions:
             raise too_long(str(len(prompt)), self.positions)
         try:
@@ -117,12 +117,12 @@ class Served:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How a server treats connections, and what it prints.
+    """Settings for connections and logging.
 
     Attributes:
-        keep_alive: seconds that a connection without a request stays open.
-        shutdown_timeout: seconds that running requests have after the first signal; None without a limit.
-        access_log: whether each request gets a line.
+        keep_alive: seconds that an idle connection stays open.
+        shutdown_timeout: seconds that running requests get after the first signal; None for no limit.
+        access_log: whether to log each request.
     """
 
     keep_alive: int = 120
@@ -141,7 +141,7 @@ def serve(
     origins: Sequence[str] = (),
     settings: ServerSettings = DEFAULTS,
 ) -> int:
-    """Serve an engine at a socket until a signal ends it; returns the exit status, 1 if the engine has failed."""
+    """Serve an engine on a socket until a signal. Return the exit status, which is 1 if the engine has failed."""
 
     def ready() -> None:
         print(f"> '{served.name}' is served at {address_of(listening)}", flush=True)
@@ -152,9 +152,10 @@ def serve(
 
 
 class Server(uvicorn.Server):
-    """Serves an application until its engine has drained, or is broken.
+    """Serves an application until its engine has drained or failed.
 
-    The first SIGTERM or Ctrl-C ends it when all requests have ended or the time for that is over, a second one at once.
+    The first SIGTERM or Ctrl-C drains: the server exits when all requests have ended or the timeout is over. A second
+    one exits at once.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class Server(uvicorn.Server):
 
     @override
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain at the first signal, end at the second."""
+        """Drain at the first signal, exit at the second."""
         if self._engine.draining:
             os._exit(128 + sig)
         self._engine.draining = True
@@ -193,7 +194,7 @@ class Server(uvicorn.Server):
 
     @override
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: print progress, and end if there is nothing more to do."""
+        """Print progress, and exit if everything has ended. Called ten times per second."""
         if counter % (10 * PROGRESS_S) == 0:
             load, before = self._engine.load, self._last
             if line := progress(before, load, PROGRESS_S):
@@ -207,16 +208,16 @@ class Server(uvicorn.Server):
 
 
 def _say(line: str, file: TextIO) -> None:
-    """Print a line while requests run, whether or not it can be written: a full disk or a closed pipe ends none."""
+    """Print a line while requests run, and ignore write errors: a full disk or a closed pipe must not end a request."""
     with suppress(OSError):
         print(f"> {line}", file=file, flush=True)
 
 
 def listener(host: str, port: int) -> socket.socket:
-    """A socket with this address, which refuses connections until the server is ready.
+    """Bind a socket to this address. It refuses connections until the server is ready.
 
     Raises:
-        ValueError: the address cannot be had.
+        ValueError: the address is not available.
     """
     if not 0 <= port < 2**16:
         raise ValueError(f"--port is {port}; give 1 to 65535, or 0 for any that is free.")
@@ -225,7 +226,7 @@ def listener(host: str, port: int) -> socket.socket:
         made = socket.socket(family, socket.SOCK_STREAM)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
-    except (OSError, UnicodeError) as error:  # the latter for a name of too many characters
+    except (OSError, UnicodeError) as error:  # UnicodeError for a name with too many characters
         reason = getattr(error, "strerror", error)
         raise ValueError(
             f"--host {host} --port {port} cannot be listened at ({reason}); give another one, or --port 0 for any "
@@ -235,13 +236,13 @@ def listener(host: str, port: int) -> socket.socket:
 
 
 def address_of(listening: socket.socket) -> str:
-    """The URL of a socket."""
+    """Return the URL of a socket."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def at_the_end() -> AsyncIterator[ExitStack]:
-    """Calls to make when a response has ended, with its last byte or without its client."""
+    """Calls to make when a response ends, after its last byte or when its client disconnects."""
     with ExitStack() as calls:
         yield calls
 
@@ -250,13 +251,13 @@ Ending = Annotated[ExitStack, Depends(at_the_end)]
 
 
 def make_app(engine: AsyncEngine, served: Served, key: str | None = None, origins: Sequence[str] = ()) -> ASGIApp:
-    """The application; it starts and ends the engine's thread.
+    """Create the application. It starts and ends the engine's thread.
 
     Args:
-        engine: takes the requests.
+        engine: handles the requests.
         served: the model.
-        key: that clients must send, if any.
-        origins: of pages whose scripts may call it; "*" for all.
+        key: API key that clients must send; None for no key.
+        origins: origins of pages whose scripts may call the server; "*" for all.
     """
 
     @asynccontextmanager
@@ -308,16 +309,16 @@ def make_app(engine: AsyncEngine, served: Served, key: str | None = None, origin
 
 
 class RequestGuard:
-    """Refuses before a body is read: a wrong key for what costs something, a body too long, and a compressed one.
+    """Rejects requests before their body is read: with a wrong API key, with a body that is too long, or compressed.
 
-    HEAD is answered as GET is; uvicorn leaves the body out. Each answer is `counted` by its path and status.
+    HEAD is answered like GET; uvicorn drops the body. Each response is `counted` by path and status.
     """
 
     def __init__(self, app: ASGIApp, counted: Callable[[str, int], None], key: str | None) -> None:
         self._app, self._counted, self._key = app, counted, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer it."""
+        """Pass a request on, or reject it."""
         answering = self._app if scope["type"] != "http" else self._refused(scope) or self._app
         as_get = {"method": "GET"} if scope.get("method") == "HEAD" else {}
         inner = {**scope, **as_get}
@@ -355,7 +356,7 @@ async def _answered[AnyBody: Body](
     prompts: list[list[int]],
     form: type[Answer[AnyBody]],
 ) -> Response:
-    """The response to a body with these prompts. Raises APIError for what is not served."""
+    """Return the response to a body with these prompts. Raise APIError for what is not served."""
     requests, choices = _requests(body, served, prompts)
     answer, outputs = form(body, choices, served.name, served.codec), Outputs(len(requests))
     ending.callback(engine.forget, outputs)
@@ -382,7 +383,7 @@ async def _answered[AnyBody: Body](
 
 
 def _requests(body: Body, served: Served, prompts: list[list[int]]) -> tuple[list[Request], list[Choice]]:
-    """A request of the engine and a choice of the answer for each output. Raises APIError."""
+    """Return an engine request and a choice of the answer for each output. Raises APIError."""
     limit, codec = body.limit, served.codec
     for prompt in prompts:
         served.check_prompt(prompt, limit)

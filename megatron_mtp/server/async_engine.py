@@ -1,11 +1,11 @@
-"""The thread that owns the engine, and how handlers of HTTP reach it.
+"""The thread that owns the engine, and its interface for HTTP handlers.
 
     event loop    submit -> add        update, update, ...          cancel
                       |                   ^                            |
     thread            +--> commands -> step -> step -> step ... <------+
 
-Handlers wait on the event loop; the engine is called by its thread alone, which obeys commands between steps. So a
-request whose client has gone is out of the next step. New weights (`update_weights.py`) are such a command.
+Handlers wait on the event loop. Only the engine's thread calls the engine; it runs commands between steps. So a request
+whose client has disconnected is gone by the next step. A weight update (`update_weights.py`) is such a command.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ logger = logging.getLogger(__name__)
 
 
 class Outputs:
-    """The outputs of one HTTP request while they grow; iterating gives the place of an output and its update.
+    """Outputs of one HTTP request while they grow. Iterate to get the index of an output and its update.
 
     Attributes:
         asked: when the request was made, by `time.perf_counter`.
-        numbers: by which the engine knows them.
-        left: how many have not ended.
+        numbers: request numbers of the engine.
+        left: number of outputs that have not ended.
     """
 
     def __init__(self, count: int) -> None:
@@ -47,13 +47,13 @@ class Outputs:
         self._news = asyncio.Queue[list[tuple[int, Update]] | APIError]()
 
     def put(self, news: list[tuple[int, Update]] | APIError) -> None:
-        """Add the updates of a step, with the places of their outputs, or the reason why there will be no more."""
+        """Add the updates of a step with the indices of their outputs, or the error that ends them."""
         if isinstance(news, list):
             self.left -= sum(update.finish is not None for _, update in news)
         self._news.put_nowait(news)
 
     async def get(self) -> list[tuple[int, Update]]:
-        """The updates of the next step. Raises APIError where there will be none."""
+        """Return the updates of the next step. Raise APIError if there will be none."""
         news = await self._news.get()
         if isinstance(news, APIError):
             raise news
@@ -69,7 +69,7 @@ class Outputs:
 
 @dataclass
 class Owner:
-    """The output that a request grows, by its place."""
+    """The output, by index, that a request generates."""
 
     outputs: Outputs
     place: int
@@ -80,14 +80,14 @@ class AsyncEngine:
     """An engine for the handlers of one event loop.
 
     Attributes:
-        draining: no request is taken any more.
-        load: of the engine after its last step.
-        broken: the engine cannot go on after a bug; a bug in a single request ends that request alone.
-        metrics: its page for Prometheus.
+        draining: whether new requests are rejected.
+        load: load of the engine after its last step.
+        broken: whether a bug has stopped the engine. A bug in a single request ends only that request.
+        metrics: metrics for Prometheus.
 
     Args:
-        engine: of this rank.
-        group: of all ranks, where there are several; the others `follow`.
+        engine: engine of this rank.
+        group: process group of all ranks, if there are several; the others `follow`.
     """
 
     def __init__(self, engine: "Engine", group: Any = None) -> None:
@@ -102,12 +102,12 @@ class AsyncEngine:
         self.metrics = EngineMetrics(lambda: self.load)
 
     def start(self) -> None:
-        """Begin, on the running event loop."""
+        """Start on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the step that runs, and the other ranks."""
+        """End the thread after the current step, and the other ranks."""
         self._commands.put(lambda: setattr(self, "_ended", True))
         self._thread.join()
         if not self.broken:
@@ -115,14 +115,14 @@ class AsyncEngine:
 
     @property
     def idle(self) -> bool:
-        """True where no output grows."""
+        """Whether no output is being generated."""
         return not any(outputs.left for outputs in self._live)
 
     async def submit(self, requests: list[Request], outputs: Outputs) -> None:
-        """Queue requests, all or none, to grow these outputs; `forget` must be called in the end.
+        """Queue requests for these outputs, all or none. Call `forget` in the end.
 
         Raises:
-            APIError: 400 for what cannot be served, 429 if the queue is full, 503 while draining, 500 after a bug.
+            APIError: 400 for invalid requests, 429 if the queue is full, 503 while draining, 500 after a bug.
         """
         if self.broken:
             raise failed()
@@ -133,18 +133,18 @@ class AsyncEngine:
         await outputs.get()
 
     def forget(self, outputs: Outputs) -> None:
-        """Cancel what has not ended, since nobody waits for it."""
+        """Cancel what has not ended, because nobody waits for it."""
         self._live.discard(outputs)
         self._commands.put(partial(self._cancel, outputs))
 
     def between_steps[T](self, call: Callable[["Engine", Emit], T]) -> T:
-        """Call with the engine on its thread, and wait; for any thread but the event loop's.
+        """Call a function with the engine on its thread, between steps, and wait. Do not call this on the event loop.
 
-        The call may take steps, and hands their updates to the second argument, which delivers them and obeys what
-        handlers ask for meanwhile.
+        The function may run steps. It passes their updates to its second argument, which delivers them and handles
+        commands that arrive meanwhile.
 
         Raises:
-            ValueError: there are several ranks, or the call raises it.
+            ValueError: there are several ranks, or the function raises it.
             RuntimeError: the engine has failed or ended.
         """
         if self._group is not None:
@@ -159,7 +159,7 @@ class AsyncEngine:
             return done.result()
 
     def end_all(self, why: APIError) -> None:
-        """Answer all requests that have not ended with an error; their handlers then `forget` them."""
+        """End all running requests with an error; their handlers then call `forget`."""
         for outputs in self._live:
             if outputs.left:
                 outputs.put(why)
@@ -191,7 +191,7 @@ class AsyncEngine:
         return self._engine.busy and not self._engine.is_torn
 
     def _call[T](self, done: Future[T], call: Callable[["Engine", Emit], T]) -> None:
-        """Call, and hand on the result or the error; any error but a ValueError has broken the engine."""
+        """Call a function, and pass on its result or error; any error except a ValueError has broken the engine."""
 
         def emit(updates: list[Update]) -> None:
             self._deliver(updates)
@@ -216,7 +216,7 @@ class AsyncEngine:
         self._loop.call_soon_threadsafe(what)
 
     def _add(self, requests: list[Request], outputs: Outputs) -> None:
-        """Queue all requests; the first news of the outputs are none, or why they were not queued."""
+        """Queue all requests; the first update of each output is empty, or the reason why they were not queued."""
         news: list[tuple[int, Update]] | APIError = []
         try:
             for request in requests:
@@ -248,7 +248,7 @@ class AsyncEngine:
         self._new += numbers
 
     def _deliver(self, updates: list[Update]) -> None:
-        """Hand the updates of a step to their owners, and time them."""
+        """Pass the updates of a step to their owners, and record their times."""
         news, now = defaultdict[Outputs, list[tuple[int, Update]]](list), time.perf_counter()
         for update in updates:
             owner = self._owners[update.request]

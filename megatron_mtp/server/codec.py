@@ -1,4 +1,4 @@
-"""Text to tokens and back, safely from several threads: prompts, chats, stop strings, single tokens."""
+"""Thread-safe conversion between text and tokens: prompts, chats, stop strings, single tokens."""
 
 import inspect
 import json
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_SHARED_CHARS = 2**16
-"""A text of more characters is tokenized alone, so that several long prompts leave time for steps."""
+"""Longest text in characters that is tokenized together with others, so that several long prompts leave time for steps.
+"""
 
 MAX_COMPOSED_CHARS = 4
-"""Characters that the normal form C makes one of, at most."""
+"""Most characters that the normal form C combines into one."""
 
 READ_ROLES = ("user", "assistant", "tool", "function")
-"""Roles whose messages templates may write in part, such as without what an assistant thought."""
+"""Roles whose messages a template may write only in part, such as an assistant's message without its reasoning."""
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
@@ -33,11 +34,11 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 class Codec:
     """The model's tokenizer. Only its compiled part is used, which any number of threads may read.
 
-    Without one, text is refused, and outputs have none: clients send and read token ids.
+    Without a tokenizer, text is rejected and outputs have no text: clients send and read token ids.
 
     Attributes:
         backend: the compiled part.
-        ends: ids that end a text.
+        ends: ids that end an output.
 
     Raises:
         ValueError: the tokenizer has no compiled part.
@@ -71,7 +72,10 @@ class Codec:
             self._longest = longest_token(form, self.backend)
 
     def encode(self, text: str, special: bool, positions: int) -> list[int]:
-        """The tokens of a text, with the tokenizer's own beginning if `special`. Raises APIError, also for too many."""
+        """Tokenize text, with the tokenizer's own prefix if `special`.
+
+        Raise APIError, also if there are too many tokens.
+        """
         if self.backend is None:
             raise APIError("the checkpoint names no tokenizer; send token ids as the prompt.", "prompt")
         try:
@@ -98,14 +102,15 @@ class Codec:
         positions: int,
         needed: Mapping[str, str] = NOTHING,
     ) -> list[int]:
-        """The tokens of a chat, up to where the answer begins. Raises APIError, also for too many.
+        """Tokenize a chat up to the start of the response. Raise APIError, also if there are too many tokens.
 
         Args:
-            messages: their contents are strings. A developer's are the system's where the template has no developer.
+            messages: messages with string contents. Developer messages become system messages if the template has no
+                developer role.
             own: arguments of `apply_chat_template`.
-            variables: further ones for the template.
-            positions: tokens, at most.
-            needed: names that the template must read, each by the field that has it.
+            variables: additional template variables.
+            positions: maximum number of tokens.
+            needed: names that the template must read, by the field that sets each.
         """
         if self._tokenizer is None or self._tokenizer.chat_template is None:
             why = "checkpoint names no tokenizer, so it" if self._tokenizer is None else "model's tokenizer"
@@ -132,7 +137,10 @@ class Codec:
         return self.encode(text, False, positions)
 
     def special_stops(self, stops: list[str]) -> dict[str, int]:
-        """Stop strings that are tokens without text, special ones and ends, with their ids. Raises APIError."""
+        """Return stop strings that are single tokens without text (special tokens and end tokens) with their ids.
+
+        Raise APIError.
+        """
         if stops and self.backend is None:
             why = "the checkpoint names no tokenizer to look for stop strings with"
             raise APIError(f"{why}; use stop_token_ids.", "stop")
@@ -143,15 +151,15 @@ class Codec:
         return {stop: special[stop] for stop in stops if stop in special}
 
     def decode(self, ids: list[int]) -> str:
-        """The text of tokens, without special ones."""
+        """Decode tokens to text, without special tokens."""
         return "" if self.backend is None else self.backend.decode(ids, skip_special_tokens=True)
 
     def detokenizer(self, context: list[int]) -> Detokenizer:
-        """Reads what continues the context."""
+        """Create a detokenizer for the continuation of this context."""
         return Detokenizer(self.backend, context, self.ends)
 
     def written(self, token: int) -> tuple[str, list[int] | None]:
-        """A token on its own, and its bytes; those that are not text are written as OpenAI does, bytes:\\xe2\\x82."""
+        r"""Return a single token's text and bytes. Bytes that are not text are written as by OpenAI, bytes:\xe2\x82."""
         if self.backend is None:
             return f"token_id:{token}", None
         piece = self.backend.id_to_token(token) or ""
@@ -170,12 +178,12 @@ class Codec:
 
 
 def _has(template: str, name: str) -> bool:
-    """True if a template may read a variable or field of this name."""
+    """Return whether a template may read a variable or field of this name."""
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
 def too_long(tokens: str, positions: int) -> APIError:
-    """Status 400 for a prompt of so many tokens."""
+    """Return status 400 for a prompt with this many tokens."""
     return APIError(
         f"the prompt has {tokens} tokens, and there is room for {positions} with the new ones (max_model_len); send "
         "less, or ask for fewer tokens.",
@@ -185,7 +193,7 @@ def too_long(tokens: str, positions: int) -> APIError:
 
 
 def longest_token(form: dict[str, Any], backend: Tokenizer) -> int | None:
-    """Characters of a text that one token of a byte-level BPE stands for, at most; None where texts may shrink."""
+    """Return the maximum number of characters per token of a byte-level BPE; None if tokenization may shorten text."""
     normalizer = form["normalizer"] or {"normalizers": []}
     parts = normalizer.get("normalizers", [normalizer])
     strips = any(added["lstrip"] or added["rstrip"] for added in form["added_tokens"])

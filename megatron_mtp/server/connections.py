@@ -1,4 +1,4 @@
-"""Connections of slow and of many clients: how long a request may take to arrive, and how many files are open."""
+"""Limits on how long a request may take to arrive, and on the number of open files."""
 
 import asyncio
 import logging
@@ -10,21 +10,22 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 ARRIVAL_S = 30.0
-"""Seconds from the first byte of a connection or a request to the request's last one; then the connection is closed."""
+"""Seconds from the first byte of a connection or a request to the request's last byte; then the connection is closed.
+"""
 
 OPEN_FILES = 2**16
-"""Soft limit of open files that the server asks for; each connection is one. The usual limit is 1,024."""
+"""Soft limit of open files that the server requests; each connection is one. The usual limit is 1,024."""
 
 REPEAT_S = 60.0
-"""Seconds between two lines that say that no connection can be accepted."""
+"""Seconds between two log lines that no connection can be accepted."""
 
 logger = logging.getLogger(__name__)
 
 
 class TimedProtocol(H11Protocol):
-    """Uvicorn's protocol, which closes a connection whose request does not arrive in time.
+    """Uvicorn's protocol that also closes a connection whose request does not arrive in time.
 
-    Uvicorn limits only the time between requests (`timeout_keep_alive`).
+    Uvicorn itself limits only the time between requests (`timeout_keep_alive`).
     """
 
     _arriving: asyncio.TimerHandle | None = None
@@ -45,7 +46,7 @@ class TimedProtocol(H11Protocol):
         self._stop_waiting()
 
     def _wait_for_request(self) -> None:
-        """Begin to wait, go on waiting, or end it: whether the request has all of its bytes."""
+        """Start, continue or stop the timeout of a request, by whether all of its bytes have arrived."""
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
             self._stop_waiting()
         elif self._arriving is None:
@@ -58,7 +59,7 @@ class TimedProtocol(H11Protocol):
 
 
 def raise_open_files() -> None:
-    """Raise the soft limit of open files to `OPEN_FILES`, or as far as the hard limit allows."""
+    """Raise the soft limit of open files to `OPEN_FILES`, or to the hard limit if that is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -66,9 +67,9 @@ def raise_open_files() -> None:
 
 
 class LoopErrors:
-    """Exception handler of an event loop, which logs one line a minute where connections cannot be accepted.
+    """Exception handler of the event loop that logs at most one line a minute if connections cannot be accepted.
 
-    Asyncio logs a traceback for each attempt, which are up to 2,048 a second.
+    asyncio logs a traceback for each attempt, up to 2,048 per second.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Tokens of an output to text: characters as they come, and the end at a stop string.
+r"""Incremental detokenization: text of an output character by character, up to a stop string.
 
-tokens    "a"  E2 82  AC    "\\n"   "\\n"
-text      "a"         "€"                   a character goes out when all of its bytes are there, and not before it is
-                                            known to belong to no stop string, here "\\n\\n", which has ended the output
+tokens    "a"  E2 82  AC    "\n"   "\n"
+text      "a"         "€"                   a character is sent when all its bytes have arrived and it cannot be part
+                                            of a stop string, here "\n\n", which has ended the output
 """
 
 from typing import NamedTuple
@@ -11,13 +11,15 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 CONTEXT = 8
-"""Newest tokens of a prompt, by which the first new one is written: with a leading space, or inside of a character."""
+"""Number of the prompt's last tokens that are decoded with the first new one, which may need a leading space or
+complete a character.
+"""
 
 UNFINISHED = "\ufffd"
 
 
 class Detokenizer:
-    """Incremental detokenizer; holds back incomplete UTF-8."""
+    """Incremental detokenizer that holds back incomplete UTF-8."""
 
     def __init__(self, backend: Tokenizer | None, context: list[int], hidden: frozenset[int] = frozenset()) -> None:
         self._backend, self._hidden = backend, hidden
@@ -33,7 +35,7 @@ class Detokenizer:
             self.add(token)
 
     def add(self, token: int) -> str:
-        """The characters that this token completes."""
+        """Return the characters that this token completes."""
         if self._backend is None or token in self._hidden:
             return ""
         self._pending.append(token)
@@ -46,19 +48,19 @@ class Detokenizer:
         return piece or ""
 
     def rest(self) -> str:
-        """The text of bytes that complete no character, at the output's end."""
+        """Return the text of incomplete bytes at the end of the output."""
         pending, self._pending = self._pending, []
         return "" if self._backend is None else self._backend.decode(pending, skip_special_tokens=True)
 
 
 class StopStrings:
-    """Pieces of text in, what may go out; cutting the text into other pieces changes nothing."""
+    """Holds back text that may become a stop string. The result does not depend on how the text is split."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops, self._held = stops, ""
 
     def add(self, piece: str) -> tuple[str, str | None]:
-        """The new characters that may go out, and the stop string that has ended the text."""
+        """Return the new characters that may be sent, and the stop string that has ended the text."""
         text, self._held = self._held + piece, ""
         found = [(text.index(stop) + len(stop), text.index(stop), stop) for stop in self._stops if stop in text]
         if found:
@@ -70,27 +72,27 @@ class StopStrings:
         return text[:end], None
 
     def rest(self) -> str:
-        """The characters that were held back, of a text that has ended otherwise."""
+        """Return the characters that were held back, for a text that ended without a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 class TokenText(NamedTuple):
-    """A token's part of an output: the characters that it completes, and those that may go out with it."""
+    """A token's part of an output: the characters that it completes, and those that can be sent with it."""
 
     whole: str
     released: str
 
 
 class OutputText:
-    """The tokens of one output, each read once: by the engine where there are stop strings, else by the answer.
+    """Text of one output. Each token is read once: by the engine if there are stop strings, otherwise by the response.
 
-    As `Request.cut` it gives the number of tokens to keep, up to the one that completes a stop string; None before.
-    Lists must grow from call to call.
+    As `Request.cut`, it returns the number of tokens to keep, up to the one that completes a stop string; None before
+    that. Lists must grow from call to call.
 
     Attributes:
         stops: the stop strings.
-        least: they are looked for in what comes after so many tokens.
+        least: stop strings are ignored in this many first tokens.
     """
 
     def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...], least: int = 0) -> None:
@@ -105,18 +107,18 @@ class OutputText:
         return self._end
 
     def piece(self, place: int, token: int) -> TokenText:
-        """The part of the token at a place; places are read in their order."""
+        """Return the part of the token at an index; indices must be read in order."""
         if place == len(self._pieces):
             whole = self._detokenizer.add(token)
             self._pieces.append(TokenText(whole, self._released(whole)))
         return self._pieces[place]
 
     def rest(self) -> str:
-        """The end of the text, after all tokens: incomplete characters, and what was held back."""
+        """Return the end of the text after all tokens: incomplete characters, and what was held back."""
         return self._released(self._detokenizer.rest()) + ("" if self._end is not None else self._strings.rest())
 
     def _released(self, piece: str) -> str:
-        """Nothing goes out behind a stop string."""
+        """Return text that may be sent: nothing after a stop string."""
         if self._end is not None:
             return ""
         if len(self._pieces) < self.least:

@@ -1,4 +1,4 @@
-"""Metrics of the server for Prometheus: counts of the engine's load, and how long clients wait; lines for the log."""
+"""Prometheus metrics of the server: engine load and client latencies; progress lines for the log."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,16 +12,15 @@ from prometheus_client.registry import Collector
 from megatron_mtp.decoding.requests import Finish, Load
 
 CANCELLED = "cancelled"
-"""Why a request ended whose client has gone."""
+"""Finish reason of a request whose client disconnected."""
 
 PREFIX = "megatron_mtp_"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Borders of the histograms."""
+"""Bucket boundaries of the histograms."""
 
 MetricRows = dict[str, tuple[str, Callable[[Load], float | Sequence[float]]]]
-"""Name to what it is, and its value, or one for each position of a draft.
-
-Names end like vLLM's, so that one query reads both: megatron_mtp_num_requests_running for vllm:num_requests_running.
+"""Name of a metric to its description, and its value, or one value for each position of a draft. Names end like vLLM's,
+so that one query reads both: megatron_mtp_num_requests_running for vllm:num_requests_running.
 """
 
 GAUGES: MetricRows = {
@@ -51,14 +50,14 @@ COUNTERS: MetricRows = {
 
 @dataclass
 class OutputTimes:
-    """When an output was asked for, and when it last grew, by `time.perf_counter`; None before its first token."""
+    """When an output was requested and when it last grew, by `time.perf_counter`; None before its first token."""
 
     asked: float
     last: float | None = None
 
 
 class EngineMetrics(Collector):
-    """The engine's counts as they are when they are asked for, and how long clients wait."""
+    """The engine's current counts and client latencies."""
 
     def __init__(self, load: Callable[[], Load]) -> None:
         self._load, self._registry = load, CollectorRegistry()
@@ -78,7 +77,7 @@ class EngineMetrics(Collector):
 
     @override
     def collect(self) -> Iterator[Metric]:
-        """Metrics of the load, for Prometheus."""
+        """Return the metrics of the load, for Prometheus."""
         load = self._load()
         for kind, rows in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, (about, value) in rows.items():
@@ -92,11 +91,11 @@ class EngineMetrics(Collector):
                     yield kind(PREFIX + name, about, found)
 
     def page(self) -> bytes:
-        """The metrics as Prometheus reads them."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def grew(self, times: OutputTimes, count: int, now: float) -> None:
-        """Time the new tokens of an output; none where a step only ran a part of the prompt."""
+        """Record the time of an output's new tokens; there are none if a step only ran part of the prompt."""
         if not count:
             return
         if times.last is None:
@@ -107,18 +106,18 @@ class EngineMetrics(Collector):
         times.last = now
 
     def answered(self, path: str, status: int) -> None:
-        """Count an answer of HTTP; the path is one of a few."""
+        """Count an HTTP response; the path is one of a fixed set."""
         self._answers.labels(path, status).inc()
 
     def ended(self, times: OutputTimes, reason: str) -> None:
-        """Count an output that has ended, or whose client has gone (`CANCELLED`)."""
+        """Count an output that has ended, or whose client has disconnected (`CANCELLED`)."""
         self._ends.labels(reason).inc()
         if times.last is not None and reason != CANCELLED:
             self._whole.observe(times.last - times.asked)
 
 
 def progress(before: Load, now: Load, seconds: float) -> str:
-    """A line on what the engine has done in so many seconds; empty where nothing runs and nothing has been done."""
+    """Return a line about the engine's work in the last seconds; empty if it was idle."""
     tokens, prompts = now.stats.emitted - before.stats.emitted, now.prompt_tokens - before.prompt_tokens
     if not (tokens or prompts or now.running or now.waiting):
         return ""

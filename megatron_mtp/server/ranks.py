@@ -1,10 +1,10 @@
-"""Tensor parallelism of the server: rank 0 answers HTTP, and the other ranks take the same steps.
+"""Tensor parallelism of the server: rank 0 handles HTTP, and the other ranks run the same steps.
 
     rank 0    add, cancel -> its own engine, and a list        send the list, then the step
     others                                                     receive the list -> add, cancel, then the step
 
-Engines with the same requests in the same order do the same, so that their collectives meet. Where K is automatic, rank
-0 chooses it for all (`AutoK.choose`), since each rank has a clock of its own.
+Engines with the same requests in the same order run the same steps, so their collectives match. With automatic K, rank
+0 chooses K for all (`AutoK.choose`), because each rank has its own clock.
 """
 
 import signal
@@ -25,20 +25,20 @@ IDLE_TIMEOUT = timedelta(days=365)
 """How long ranks wait for a request."""
 
 SentRequest = tuple[Request, tuple[str, ...], int]
-"""A request without its detokenizer, with its stop strings and the tokens before these."""
+"""A request without its detokenizer, with its stop strings and the tokens before them."""
 
 RankMessage = list[SentRequest | int]
-"""Requests, and numbers of those that are cancelled."""
+"""New requests, and numbers of cancelled requests."""
 
 
 def sent_request(request: Request) -> SentRequest:
-    """The request as another rank gets it."""
+    """Return the request in the form that is sent to other ranks."""
     cut = (request.cut.stops, request.cut.least) if isinstance(request.cut, OutputText) else ((), 0)
     return replace(request, cut=None), *cut
 
 
 def follow(engine: "Engine", codec: Codec, group: Any) -> None:
-    """Take the steps of rank 0 until it ends; signals are for rank 0, which drains."""
+    """Run the steps of rank 0 until it ends. Signals are ignored; rank 0 handles them."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     while (new := broadcast([None], group)) is not None:
@@ -53,11 +53,11 @@ def follow(engine: "Engine", codec: Codec, group: Any) -> None:
 
 
 def group_of_all() -> Any:
-    """A group on the hosts, which may be idle for as long as nobody asks for anything."""
+    """Create a process group over the hosts that may be idle for any length of time."""
     return torch.distributed.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
 
 
 def broadcast(messages: list[RankMessage | None], group: Any) -> RankMessage | None:
-    """The message of rank 0."""
+    """Return the message of rank 0."""
     torch.distributed.broadcast_object_list(messages, src=0, group=group, device=torch.device("cpu"))
     return messages[0]

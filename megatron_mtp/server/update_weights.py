@@ -1,9 +1,9 @@
-"""New weights for an engine that serves: clients get what the update ends, and nobody's tokens become void.
+"""Weight updates of a serving engine. Clients get everything the update ends, and no sent tokens become void.
 
     trainer's thread    update_weights -----------------------------------------------> policy_version
     engine's thread     step, step | the running requests end | new weights | step, step
 
-Apart from `async_engine.py`, since it takes the converters, which `serve` does not need.
+Separate from `async_engine.py`, because it imports the converters, which `serve` does not need.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from megatron_mtp.decoding import update_weights as decoding
 from megatron_mtp.server.async_engine import AsyncEngine
 
 RUNNING = ("finish", "abort")
-"""What becomes of running requests: tokens that went out cannot be taken back, so they never restart."""
+"""What happens to running requests: tokens that were sent cannot be taken back, so requests never restart."""
 
 
 def update_weights(
@@ -26,22 +26,22 @@ def update_weights(
     like: Path | None = None,
     version: int | None = None,
 ) -> int:
-    """Give the model of a server new weights between two steps; any thread but the event loop's may call it, and waits.
+    """Load new weights into a server's model between two steps, and wait. Do not call this on the event loop.
 
-    Requests that run end first, or with the tokens that they have; clients get them as ever, with the version that made
-    them. Requests that wait, or come meanwhile, begin with the new weights. Where an update fails half-way, requests
-    wait for one that succeeds.
+    Running requests end first, normally or with the tokens that they have; clients receive them as usual, with the
+    version that generated them. Waiting and new requests start with the new weights. If an update fails halfway,
+    requests wait for one that succeeds.
 
     Args:
         service: the server's engine.
-        weights, like, version: as of `decoding.update_weights`; the weights are read on the engine's thread.
-        running: 'finish' or 'abort', the finish reason of these requests' choices.
+        weights, like, version: as in `decoding.update_weights`; the weights are read on the engine's thread.
+        running: 'finish' or 'abort', which is the finish reason of the aborted choices.
 
     Returns:
         The new `policy_version`.
 
     Raises:
-        ValueError: another choice, several ranks, or a tensor that is not of this model.
+        ValueError: another choice, several ranks, or a tensor that does not belong to this model.
         RuntimeError: the engine has failed or ended.
     """
     if running not in RUNNING:

@@ -1,9 +1,9 @@
-"""What MTP layers and draft heads are, as plain data: nothing here imports torch, nor any other part of the package.
+"""Settings of MTP layers and drafters as plain data. Nothing here imports torch or other parts of the package.
 
-config.py        MTPConfig: every setting of the MTP layers, whose fields become the --mtp-* flags
-head.py          HeadSpec: a drafter with a value for every setting, which are given and checked here alone
-kinds.py         kinds of drafters, a row of facts each
-attention.py     sizes, positions and windows of a drafter's attention
-rope_scaling.py  scalings of rotary positions, by the keys of a config.json
-registry.py      tables to which other packages add rows: losses, proposers, verifiers, families
+config.py        MTPConfig: all settings of the MTP layers; its fields become the --mtp-* flags
+head.py          HeadSpec: a drafter with every setting resolved and checked
+kinds.py         kinds of drafters, one table row each
+attention.py     head counts, positions and windows of a drafter's attention
+rope_scaling.py  RoPE scaling, by the keys of config.json
+registry.py      tables that other packages can extend: losses, proposers, verifiers, families
 """

@@ -1,8 +1,8 @@
-"""Sizes and rotary positions of a drafter's layers: those of the settings, else the trunk's.
+"""Attention sizes and rotary positions of a drafter's layers: from the settings, or the trunk's by default.
 
-They are attention with grouped queries, whatever the trunk has: latent attention, recurrent layers, windows, positions
-in a part of each head. So a drafter has its own heads and its own angles. With --drafter-multi-latent-attention they
-are latent attention.
+Drafters use grouped-query attention, even if the trunk has latent attention, recurrent layers, windows or partial
+rotary embeddings. So a drafter has its own head counts and rotary angles. With --drafter-multi-latent-attention,
+drafters use latent attention.
 """
 
 import json
@@ -13,11 +13,13 @@ from typing import Any
 from megatron_mtp.spec.rope_scaling import MSCALES, scaling_of
 
 OF_LATENT_TRUNKS = (128, 64, 32, 16, 8)
-"""Channels of a head behind latent attention: the first of which a multiple of 8 heads fills the hidden size."""
+"""Channels of a head if the trunk has latent attention: the first value for which a multiple of 8 heads fills the
+hidden size.
+"""
 
 
 def parsed_scaling(text: str, is_latent: bool = False) -> dict[str, Any] | None:
-    """The scaling that --drafter-rope-scaling spells out in JSON, in latent attention or another.
+    """Parse the JSON of --drafter-rope-scaling, for latent or grouped-query attention.
 
     Raises:
         ValueError: it is not a JSON object, or as of `scaling_of`.
@@ -39,12 +41,12 @@ def parsed_scaling(text: str, is_latent: bool = False) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """Sizes of latent attention (arXiv:2405.04434), by the names of Megatron's arguments and settings.
+    """Sizes of latent attention (arXiv:2405.04434), under the names of Megatron's arguments.
 
     Attributes:
-        q_lora_rank: of compressed queries; None without.
-        kv_lora_rank: of compressed keys and values.
-        qk_head_dim, qk_pos_emb_head_dim: channels of a query or key without positions, and with.
+        q_lora_rank: rank of the compressed queries; None if queries are not compressed.
+        kv_lora_rank: rank of the compressed keys and values.
+        qk_head_dim, qk_pos_emb_head_dim: channels of a query or key without and with rotary positions.
         v_head_dim: channels of a value.
     """
 
@@ -56,7 +58,7 @@ class LatentSizes:
 
     @classmethod
     def of(cls, named: Callable[[str], Any]) -> "LatentSizes":
-        """From a function of the names to the sizes; a rank of queries of 0 is none."""
+        """Read the sizes from a function of their names; a query rank of 0 counts as none."""
         query, *others = (named(one.name) for one in fields(cls))
         return cls(query or None, *others)
 
@@ -77,7 +79,7 @@ class LatentSizes:
 
     @property
     def channels(self) -> int:
-        """Channels of a query or key."""
+        """Number of channels of a query or key."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
 
@@ -86,14 +88,15 @@ LATENT = "--drafter-multi-latent-attention"
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """Sizes and positions of attention with grouped queries, or of latent attention.
+    """Sizes and positions of grouped-query or latent attention.
 
     Attributes:
-        heads, groups, channels: query heads, key heads, channels of a head.
-        epsilon: of the norms.
+        heads, groups, channels: number of query heads, number of key heads, channels per head.
+        epsilon: epsilon of the norms.
         theta: base of the rotary angles.
-        scaling: of these, from `scaling_of`; None without one.
-        latents: sizes of latent attention, which has as many key heads; None of grouped queries.
+        scaling: RoPE scaling from `scaling_of`; None if there is none.
+        latents: sizes of latent attention; None for grouped-query attention. Latent attention has as many key heads as
+            query heads.
     """
 
     heads: int
@@ -115,26 +118,26 @@ OWN_SIZES = {
 """Numbers among the settings of a drafter's sizes."""
 
 GROUPED = ("drafter_num_query_groups", "drafter_kv_channels")
-"""Those that only grouped queries have."""
+"""Settings that only grouped-query attention has."""
 
 SIZE_SETTINGS = (*OWN_SIZES, "drafter_rope_scaling", "drafter_multi_latent_attention")
 """All settings of a drafter's sizes."""
 
 
 def own_sizes(hidden: int, trunk: AttentionSizes, flags: Mapping[str, Any]) -> AttentionSizes:
-    """Sizes of a drafter's layers: those of the settings, else the trunk's.
+    """Resolve the attention sizes of a drafter: from its settings, or the trunk's by default.
 
-    Behind latent attention, which has other heads, a drafter with grouped queries has as many as fill the hidden size,
-    and a key head for four of them; where no usual width does that, as many as the trunk.
+    On a trunk with latent attention, a grouped-query drafter gets as many heads as fill the hidden size, with one key
+    head per four query heads. If no common head width fits, it gets as many heads as the trunk.
 
     Args:
-        hidden: hidden size of both.
-        trunk: the sizes of its attention.
-        flags: `SIZE_SETTINGS` by name, None or absent where not given.
+        hidden: hidden size of trunk and drafter.
+        trunk: attention sizes of the trunk.
+        flags: `SIZE_SETTINGS` by name; None or missing if not set.
 
     Raises:
-        ValueError: heads cannot be shared out to groups, or turned; the trunk has no latent sizes or none of the
-            drafter's scaling.
+        ValueError: heads do not divide into groups, or have an odd width; the trunk has no latent sizes, or its scaling
+            cannot be used by the drafter.
     """
     given = {name: flags.get(flag) for flag, name in OWN_SIZES.items()}
     made = {name: getattr(trunk, name) if value is None else value for name, value in given.items()}
@@ -177,7 +180,7 @@ def _latents(trunk: AttentionSizes, flags: Mapping[str, Any]) -> LatentSizes | N
 
 
 def _scaling_behind(trunk: AttentionSizes, is_latent: bool) -> dict[str, Any] | None:
-    """The trunk's scaling in a drafter: one with other attention has its own factors of angles and scores."""
+    """Return the trunk's scaling for a drafter; other attention has its own factors of angles and scores."""
     if trunk.scaling is None or is_latent == (trunk.latents is not None):
         return trunk.scaling
     try:
@@ -187,9 +190,9 @@ def _scaling_behind(trunk: AttentionSizes, is_latent: bool) -> dict[str, Any] | 
 
 
 def size_settings(sizes: AttentionSizes, hidden: int, trunk: AttentionSizes) -> dict[str, Any]:
-    """The settings of such sizes behind a trunk, by flag; None where they are those of `own_sizes` without settings.
+    """Settings that reproduce these sizes on a trunk, by flag; None where the default is the same.
 
-    Those of latent attention are all given, since not every trunk has usual ones.
+    All latent sizes are set, because not every trunk has the usual ones.
     """
     of_latents = latent_settings(sizes)
     usual = own_sizes(hidden, trunk, of_latents)
@@ -203,7 +206,7 @@ def size_settings(sizes: AttentionSizes, hidden: int, trunk: AttentionSizes) -> 
 
 
 def latent_settings(sizes: AttentionSizes) -> dict[str, Any]:
-    """The settings of latent attention, by flag; nothing of grouped queries."""
+    """Settings of latent attention, by flag; empty for grouped-query attention."""
     if sizes.latents is None:
         return {}
     numbers = [number or 0 for number in astuple(sizes.latents)]
@@ -222,27 +225,27 @@ def _text(scaling: dict[str, Any] | None) -> str:
 
 
 CAUSAL, CAUSAL_IN_WINDOWS = 1, 2
-"""Values of --drafter-causal: every layer of a block drafter is causal, or those with a window alone."""
+"""Values of --drafter-causal: every layer of a block drafter is causal, or only layers with a window."""
 
 
 def windows_of(
     width: int | None, full: Sequence[int], causal: int, layers: int, sees_ahead: bool
 ) -> tuple[tuple[int, int] | None, ...]:
-    """The positions before and after its own that a row of each layer attends to; None for all that there are.
+    """Number of positions before and after its own that each layer attends to; None if no layer has a limit.
 
-    A row at position p of a window of W attends to positions above p - W, as engines serve it. -1 is without limit:
-    the rows of a block see one another in both directions, unless they are causal.
+    With a window of W, the row at position p attends to positions above p - W, as engines implement it. -1 means no
+    limit: rows of a block attend to each other in both directions unless the layer is causal.
 
     Args:
-        width: of the window; None without one.
-        full: numbers of the layers, from 1, that attend to all positions although there is a window.
-        causal: of --drafter-causal.
-        layers: of the drafter.
-        sees_ahead: whether the rows of its blocks may see one another in both directions.
+        width: window size; None for full attention.
+        full: numbers of the layers, from 1, that attend to all positions even if there is a window.
+        causal: value of --drafter-causal.
+        layers: number of layers of the drafter.
+        sees_ahead: whether rows of a block may attend to later rows of it.
 
     Raises:
-        ValueError: a layer that is to attend to all positions is none of the drafter's, or has no window beside it; or
-            windowed layers alone are to be causal, and all layers have windows, or none has.
+        ValueError: `full` names a layer that does not exist, or there is no window for other layers; or only windowed
+            layers are to be causal, and either all layers have windows or none has.
     """
     numbers, after = range(1, layers + 1), 0 if causal or not sees_ahead else -1
     if causal == CAUSAL_IN_WINDOWS and not full:

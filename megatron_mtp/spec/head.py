@@ -1,9 +1,9 @@
-"""The description of a drafter: the only place that gives a setting which nobody gave its value, and checks the rest.
+"""HeadSpec: the complete description of a drafter. All defaults are filled in and all settings checked here.
 
     HeadSpec.resolve("dflash", {"drafter_steps": 4}, trunk)
 
-Flags, a checkpoint's arguments and a model's settings give what they have, by the names of the flags. What is built,
-written to a folder, trained or served reads the description.
+Flags, checkpoint arguments and model settings pass what they have, by flag name. Model building, export, training and
+serving read the resolved description.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ from megatron_mtp.spec.kinds import DRAFTERS, STEPS, DrafterKind, kind_of
 
 @dataclass(frozen=True)
 class TrunkSpec:
-    """What a drafter depends on in its trunk.
+    """Facts of the trunk that a drafter depends on.
 
     Attributes:
-        layers: as drafters count them.
-        vocabulary: tokens.
+        layers: number of layers, as drafters count them.
+        vocabulary: number of tokens.
         hidden: hidden size.
-        ffn: hidden size of its MLPs.
-        attention: sizes of its attention.
+        ffn: hidden size of the MLPs.
+        attention: sizes of the attention.
     """
 
     layers: int
@@ -35,25 +35,27 @@ class TrunkSpec:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """A drafter, with a value for every setting.
+    """A drafter with a value for every setting.
 
     Attributes:
         kind: a name of `kinds.DRAFTERS`.
-        drafts: tokens that it drafts, or was trained to draft.
-        layers: numbers of the trunk's layers that it reads, from 1; none where it reads the last state.
-        depth: its own layers.
+        drafts: number of tokens that it drafts, or was trained to draft.
+        layers: numbers of the trunk layers that it reads, from 1; empty if it reads the last hidden state.
+        depth: number of its own layers.
         ffn: hidden size of its MLPs.
         attention: sizes and positions of its attention.
-        vocabulary: tokens of its trunk.
-        mask_token: whose embedding stands at the places of a block that are to be drafted; None without blocks.
-        markov_rank: of the bias by the token before, or by all before in the block; None without one.
-        gru_size: numbers of the state of a bias by all tokens before; None without one.
-        idle_rows: the first rows of a block, which draft nothing.
-        window: positions that its layers attend to; None for all.
-        full_layers: numbers of the layers, from 1, that attend to all positions although there is a window.
-        causal: of --drafter-causal: 1 if the rows of a block see only those before them, 2 in windowed layers alone.
-        has_sinks: whether every head has a sink with a trained score.
-        norm_before_residual: whether an EAGLE-3 layer adds to the normalized feature.
+        vocabulary: number of tokens of the trunk.
+        mask_token: token whose embedding fills the block positions to draft; None for drafters without blocks.
+        markov_rank: rank of the bias that depends on the previous token, or on all previous tokens of the block; None
+            if there is no bias.
+        gru_size: state size of a bias that depends on all previous tokens; None if there is none.
+        idle_rows: number of rows at the start of a block that draft nothing.
+        window: number of positions that its layers attend to; None for all.
+        full_layers: numbers of the layers, from 1, that attend to all positions even if there is a window.
+        causal: value of --drafter-causal: 1 if rows of a block attend only to earlier rows, 2 if only windowed layers
+            do so.
+        has_sinks: whether every attention head has a sink with a trained score.
+        norm_before_residual: whether an EAGLE-3 layer adds its residual to the normalized feature.
     """
 
     kind: str
@@ -75,15 +77,15 @@ class HeadSpec:
 
     @classmethod
     def resolve(cls, kind: str, given: Mapping[str, Any], trunk: TrunkSpec) -> "HeadSpec":
-        """The drafter of some settings on a trunk.
+        """Resolve settings to a drafter for a trunk.
 
         Args:
             kind: a name of `kinds.DRAFTERS`.
-            given: settings by the names of their flags, in which None or no entry is "not given".
-            trunk: what it stands on.
+            given: settings by flag name; None or a missing entry means not set.
+            trunk: facts of the trunk.
 
         Raises:
-            ValueError: the trunk has no such drafter, or settings do not go together.
+            ValueError: the trunk does not support such a drafter, or settings contradict each other.
         """
         row = kind_of(kind)
         numbers = own_numbers(row, given)
@@ -110,12 +112,12 @@ class HeadSpec:
 
     @property
     def windows(self) -> tuple[tuple[int, int] | None, ...]:
-        """What each layer attends to, as of `windows_of`."""
+        """Attention window of each layer, as returned by `windows_of`."""
         sees_ahead = DRAFTERS[self.kind].sees_ahead
         return windows_of(self.window, self.full_layers, self.causal, self.depth, sees_ahead)
 
     def arguments(self, trunk: TrunkSpec) -> dict[str, Any]:
-        """The settings that a checkpoint keeps, by the names of their flags; None for those that are usual."""
+        """Settings to store in a checkpoint, by flag name; None where the default applies."""
         row = DRAFTERS[self.kind]
         own = {
             "drafter_num_layers": self.depth,
@@ -140,25 +142,29 @@ class HeadSpec:
 
 
 def drafts_of(given: Mapping[str, Any]) -> int:
-    """Tokens that a drafter learns to draft."""
+    """Return the number of tokens that a drafter learns to draft."""
     return int(given.get("drafter_steps") or STEPS)
 
 
 def blocks_of(row: DrafterKind | None, given: Mapping[str, Any]) -> int | None:
-    """Blocks of a sequence that a drafter is trained on; None without blocks."""
+    """Return the number of blocks per sequence that a drafter is trained on; None for drafters without blocks."""
     if row is None or not row.fills_blocks:
         return None
     return given.get("drafter_blocks") or row.settings["drafter_blocks"]
 
 
 def own_numbers(row: DrafterKind, given: Mapping[str, Any]) -> dict[str, int | None]:
-    """A drafter's layers and the sizes of its bias, by the names of the flags; None where its kind has none."""
+    """Return the number of drafter layers and the sizes of its bias, by flag name; None where the kind has none."""
     names = "drafter_num_layers", "drafter_markov_rank", "drafter_gru_size"
     return {name: given.get(name) or row.settings.get(name) for name in names}
 
 
 def layers_of(row: DrafterKind, given: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Numbers of the layers that a drafter reads of a trunk that has so many. Raises ValueError if it cannot."""
+    """Return the numbers of the trunk layers that a drafter reads.
+
+    Raises:
+        ValueError: the drafter cannot read these layers of a trunk of this depth.
+    """
     chosen = given.get("drafter_layers") or row.default_layers(layers, own_numbers(row, given)["drafter_num_layers"])
     row.check_layers(tuple(chosen), layers)
     return tuple(chosen)

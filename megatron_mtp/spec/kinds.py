@@ -1,14 +1,14 @@
-"""Kinds of drafters, a row of plain facts each.
+"""Kinds of drafters, as a table with one row of plain facts each.
 
-A drafter reads the trunk's states after some of its layers, or its last state. It stands in the place of MTP layers or
-with them, and to a model, a loss and a folder it is what they are: a head that drafts.
+A drafter reads hidden states of some trunk layers, or the trunk's last hidden state. A model has it instead of MTP
+layers or in addition to them; models, losses and exports treat both alike.
 
-A kind is a folder of `heads/`, or of another package, whose row names its parts; an entry point registers the row:
+A kind is a folder of `heads/` or of another package. Its row names its parts, and an entry point registers the row:
 
     [project.entry-points."megatron_mtp.heads"]
     echo = "my_package.echo.row:ROW"
 
-Letters in names: K drafts.
+Letters in names: K draft tokens.
 """
 
 import math
@@ -18,15 +18,16 @@ from dataclasses import dataclass, field
 from megatron_mtp.spec.registry import Registry
 
 STEPS = 7
-"""Tokens that a drafter learns to draft, unless --drafter-steps says otherwise."""
+"""Default of --drafter-steps: tokens that a drafter learns to draft."""
 
 BLOCK_LAYERS, MARKOV_RANK, BLOCKS, GRU_SIZE = 5, 256, 512, 1024
-"""Defaults of block drafters: layers, rank of the bias by the tokens before, blocks of a sequence, numbers of the state
-that a bias by all tokens before keeps."""
+"""Defaults of block drafters: layers, rank of the bias by the previous token, blocks of a sequence, and state size of a
+bias by all previous tokens.
+"""
 
 
 def spread_layers(layers: int, depth: int | None = None) -> tuple[int, ...]:
-    """As many layers as the drafter has, from the second to the last but two at equal distances."""
+    """Choose trunk layers to read: one for each drafter layer, evenly spaced from the second to the third-last."""
     count, last = min(depth or BLOCK_LAYERS, layers - 1), max(layers - 2, 2)
     if count == 1:
         return (min(layers // 2 + 1, layers - 1),)
@@ -35,36 +36,38 @@ def spread_layers(layers: int, depth: int | None = None) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """Facts of a kind of drafters.
+    """Facts of one kind of drafter.
 
     Attributes:
-        name: of --drafter, and of the method that drafts with it.
-        called: what a sentence calls it, with its article.
-        architecture, model_type: of its folder's config.
-        also_called: other architectures of folders with the same computation.
-        published_as: the architecture in other published folders, which is that of whole models too: there `fc.weight`
-            and a layer without a model around it tell the drafter.
-        block: its module in a model, a `DrafterBlock`, written as an entry point is, "module:class".
-        folder: the form of its folder, a `DrafterCodec`, written likewise.
-        reference: its computation from a folder alone, a subclass of `verify.drafters.Reference`, written likewise.
-        methods: its drafting methods by name, `Proposer`s written likewise; the first one has the kind's name.
-        default_layers: from the trunk's layers and its own to the numbers of the layers that it reads, from 1; none
-            for a drafter that reads the trunk's last state, after its norm.
-        weights: from K to the weights of the losses of draft 1 .. K.
-        loss: what it learns unless --mtp-loss says otherwise, as settings.
-        settings: arguments that drafters of its kind read and others do not, with their defaults.
-        reads: the number of layers that it reads; None where it may be any but 0.
-        idle_rows: rows of a block that draft nothing, unless `drafter_idle_rows` says otherwise.
-        has_confidence: whether it learns how many of its drafts are accepted, from a loss that knows that.
-        can_be_fitted: whether `fit-drafter` makes one.
-        latent_architectures: architectures of folders of drafters with latent attention, the one that is written first.
-        latent_model_type: `model_type` there.
-        drafts_all: whether it drafts from all tokens, and has no draft vocabulary.
-        projector_type: in `dflash_config`, which tells its folders from others of the same architecture.
-        base_share: what the logits without the bias have of the loss, from the share of the run that is over; None for
-            nothing.
-        begins: how parameters of its own begin in a new drafter, by name: their standard deviation, 0 for zeros, None
-            for that of matrices (--init-method-std).
+        name: value of --drafter, and name of its drafting method.
+        called: its name in messages, with an article.
+        architecture, model_type: values in the config of its Hugging Face folder.
+        also_called: other architecture names with the same computation.
+        published_as: architecture name in other published folders that whole models use too. There, `fc.weight` and a
+            layer without a model prefix identify a drafter.
+        block: its module, a `DrafterBlock`, as an entry point "module:class".
+        folder: its Hugging Face format, a `DrafterCodec`, as an entry point.
+        reference: reference implementation that runs from a folder alone, a subclass of `verify.drafters.Reference`, as
+            an entry point.
+        methods: its drafting methods by name, `Proposer`s as entry points. The first one has the name of the kind.
+        default_layers: function from the number of trunk layers and of drafter layers to the numbers of the layers that
+            it reads, from 1; empty for a drafter that reads the trunk's last hidden state after the final norm.
+        weights: function from K to the loss weights of draft tokens 1 .. K.
+        loss: settings of its default loss, if --mtp-loss is not set.
+        settings: arguments that only this kind reads, with their defaults.
+        reads: number of trunk layers that it reads; None for any number above 0.
+        idle_rows: rows of a block that draft nothing, unless `drafter_idle_rows` is set.
+        has_confidence: whether it learns to predict how many of its draft tokens are accepted. Needs a loss that
+            computes the acceptance rate.
+        can_be_fitted: whether `fit-drafter` can initialize it.
+        latent_architectures: architecture names of its folders with latent attention; the first one is written.
+        latent_model_type: `model_type` of these folders.
+        drafts_all: whether it drafts from the whole vocabulary and supports no draft vocabulary.
+        projector_type: value in `dflash_config` that identifies its folders among others of the same architecture.
+        base_share: function from the fraction of the run that is completed to the loss weight of the logits without the
+            bias; None for 0.
+        begins: initial standard deviation of its own parameters by name; 0 for zeros, None for the standard deviation
+            of matrices (--init-method-std).
     """
 
     name: str
@@ -94,25 +97,26 @@ class DrafterKind:
 
     @property
     def fills_blocks(self) -> bool:
-        """Whether it drafts a block of tokens in one pass, and is trained on blocks in the place of positions."""
+        """Whether it drafts a block of tokens in one forward pass and is trained on blocks instead of positions."""
         return "drafter_blocks" in self.settings
 
     @property
     def sees_ahead(self) -> bool:
-        """Whether the rows of its blocks may see one another in both directions."""
+        """Whether rows of a block may attend to later rows of it."""
         return "drafter_causal" in self.settings
 
     def can_read(self, chosen: Sequence[int], layers: int) -> bool:
-        """Return whether it can read these layers of a trunk that has so many.
+        """Return whether it can read these layers of a trunk with this many layers.
 
-        A number counts the layers before the state, as the config key `eagle_aux_hidden_state_layer_ids` does.
+        A layer number counts the layers before the hidden state, as the config key `eagle_aux_hidden_state_layer_ids`
+        does.
         """
         count = max(len(chosen), 1) if self.reads is None else self.reads
         exist = all(1 <= number < layers for number in chosen)
         return len(chosen) == count and [*chosen] == sorted(set(chosen)) and exist
 
     def check_layers(self, chosen: tuple[int, ...], layers: int) -> None:
-        """Raises ValueError where `can_read` does not hold."""
+        """Raise ValueError if `can_read` is false."""
         least = (1 if self.reads is None else self.reads) + 1
         if layers < least:
             raise ValueError(
@@ -133,12 +137,12 @@ class DrafterKind:
 
 
 def weights_of_passes(drafts: int) -> list[float]:
-    """Weights of passes of one layer: each is 0.8 of the one before, as EAGLE-3 is trained."""
+    """Return loss weights of the passes of one layer: each is 0.8 times the previous one, as in EAGLE-3 training."""
     return [0.8**draft for draft in range(drafts)]
 
 
 def weights_of_blocks(drafts: int) -> list[float]:
-    """Weights that fall by the factor e in half of a block, as published for blocks of 8 and 10."""
+    """Return loss weights that fall by a factor of e per half block, as published for blocks of 8 and 10."""
     return [math.exp(-2 * draft / (drafts + 1)) for draft in range(drafts)]
 
 
@@ -154,10 +158,10 @@ SETTINGS_OF_BLOCKS: dict[str, int | None] = {
 """Settings of kinds that fill blocks, with their defaults."""
 
 MARKOV: dict[str, float | None] = {"markov_w1": None, "markov_w2": 0}
-"""How the matrices of a bias by the token before begin: it is 0."""
+"""Initial values of the matrices of a bias by the previous token, None for random: the bias starts at 0."""
 
 DRAFTERS: Registry[DrafterKind] = Registry("megatron_mtp.heads", {})
-"""Kinds by name. All of them, ours too, are registered by entry points."""
+"""Drafter kinds by name. All of them, including those of this package, are registered by entry points."""
 
 
 CALLED_ELSEWHERE = {
@@ -165,16 +169,16 @@ CALLED_ELSEWHERE = {
     "medusa": "such heads are MTP layers: --mtp-num-layers N --mtp-architecture parallel --mtp-train-only",
     "mtp": "MTP layers are --mtp-num-layers",
 }
-"""Names of drafters that are not kinds here, in small letters and digits, and what they are."""
+"""Names of drafters that are not kinds here, in lower-case letters and digits, with a description."""
 
 
 def fitted_kind() -> DrafterKind:
-    """The kind that `fit-drafter` makes."""
+    """Return the kind that `fit-drafter` initializes."""
     return next(row for row in DRAFTERS.values() if row.can_be_fitted)
 
 
 def kind_of(name: str) -> DrafterKind:
-    """The kind of a name. Raises ValueError where there is none."""
+    """Look up a kind by name. Raise ValueError if there is none."""
     if name not in DRAFTERS:
         plain = "".join(filter(str.isalnum, name.lower()))
         meant = f"did you mean {plain}?" if plain in DRAFTERS else CALLED_ELSEWHERE.get(plain)
@@ -183,5 +187,5 @@ def kind_of(name: str) -> DrafterKind:
 
 
 def readers_of(setting: str) -> list[str]:
-    """Names of the kinds that read a setting: those whose row has it, or all."""
+    """Return the names of the kinds that read a setting: those whose row lists it, or all kinds."""
     return [row.name for row in DRAFTERS.values() if setting in row.settings] or [*DRAFTERS]

@@ -1,11 +1,12 @@
-"""Tables by name, to which other installed packages may add rows by an entry point.
+"""Registries: tables by name that other installed packages can extend through entry points.
 
     [project.entry-points."megatron_mtp.losses"]     # or .proposers, .verifiers, .families, .verbs
     focal = "my_package.focal:Focal"
 
-adds a loss `focal` to the table of losses. Packages are asked when a name is looked up that this package does not have,
-or when the table is listed; so a name of ours costs nothing and cannot be replaced. Extensions of ours register their
-parts by the same entry points. One whose folder was taken away is skipped: the installed metadata still names it.
+adds the loss `focal` to the table of losses. Entry points are read only to look up a name that this package does not
+define, or to list a table; so built-in names are fast to look up and cannot be replaced. The package's own extensions
+use the same entry points. If an extension's folder was removed, its entry points, which the installed metadata still
+lists, are skipped.
 """
 
 import sys
@@ -19,21 +20,22 @@ NAME, EXTENSIONS = "megatron-mtp", "megatron_mtp.extensions."
 
 
 class Registry[T](Mapping[str, T]):
-    """Name to part: our own rows, then those of other packages.
+    """Mapping from name to part: built-in rows first, then rows of other packages.
 
     Args:
-        group: the entry points' group, "megatron_mtp.losses".
-        own: the rows of this package, in the order of lists and help texts; `Imported` where they are slow to import.
+        group: entry point group, such as "megatron_mtp.losses".
+        own: built-in rows, in the order of lists and help texts; `Imported` if they are slow to import.
 
     Raises:
-        ValueError: on a look-up or listing, where a package registers a name twice, one of ours, or cannot be imported.
+        ValueError: on look-up or listing, if a package registers a name twice, registers a built-in name, or cannot be
+            imported.
     """
 
     def __init__(self, group: str, own: Mapping[str, T]) -> None:
         self.group, self._own = group, own
 
     def names(self) -> list[str]:
-        """Names of the rows; imports nothing, so that a help text need not wait."""
+        """Return all names without importing the parts, for fast help texts."""
         others = (point.name for point in _points(self.group))
         return list(dict.fromkeys((*self._own, *others)))
 
@@ -70,13 +72,13 @@ class Registry[T](Mapping[str, T]):
 
 
 def _points(group: str) -> tuple[EntryPoint, ...]:
-    """Entry points of installed packages."""
+    """Return entry points of installed packages."""
     return _points_on(tuple(sys.path), group)
 
 
 @cache
 def _points_on(path: tuple[str, ...], group: str) -> tuple[EntryPoint, ...]:
-    """Entry points of the packages on a path; kept, since every package has a file to read."""
+    """Return entry points of packages on a path; cached, because every package has a file to read."""
     points, own = [*entry_points(group=group)], _of_checkout()
     if own is not None:
         points = [*own.get(group, ()), *(point for point in points if _package(point) != NAME)]
@@ -84,7 +86,7 @@ def _points_on(path: tuple[str, ...], group: str) -> tuple[EntryPoint, ...]:
 
 
 def _of_checkout() -> dict[str, list[EntryPoint]] | None:
-    """What a checkout registers, which need not be installed, nor installed anew after a change; None of a wheel."""
+    """Return entry points of a source checkout, which need not be (re)installed; None for a wheel."""
     project = Path(sys.modules["megatron_mtp"].__path__[0]).parent / "pyproject.toml"
     if not project.is_file():
         return None
@@ -96,7 +98,7 @@ def _of_checkout() -> dict[str, list[EntryPoint]] | None:
 
 
 def _is_there(module: str) -> bool:
-    """False for an extension of ours without its file; other packages are found out when they are imported."""
+    """Return False for an extension of this project whose file is missing; other packages fail at their import."""
     if not module.startswith(EXTENSIONS):
         return True
     files = (Path(folder, *module.split(".")[1:]) for folder in sys.modules["megatron_mtp"].__path__)
@@ -108,7 +110,7 @@ def _package(point: EntryPoint) -> str:
 
 
 class Imported[T](Mapping[str, T]):
-    """Name to part, where a part is written as an entry point is, "module:attribute", and imported when looked up."""
+    """Mapping from name to a part given as an entry point "module:attribute", imported on look-up."""
 
     def __init__(self, rows: dict[str, str]) -> None:
         self.rows, self._parts = rows, dict[str, T]()

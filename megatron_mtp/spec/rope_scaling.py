@@ -1,7 +1,7 @@
-"""Scalings of rotary angles: the keys that describe them in a `config.json`, and Megatron's arguments of them.
+"""RoPE scaling: conversion between the keys of a `config.json` and Megatron's arguments.
 
-A row of `SCALINGS` converts both ways, for trunks and for drafters. `model/rope.py` computes the angles of drafters;
-those of trunks are Megatron's. This file imports nothing of the package.
+Each row of `SCALINGS` converts in both directions, for trunks and drafters. `model/rope.py` computes the angles of
+drafters; Megatron computes those of trunks. This file imports nothing of the package.
 
     {"rope_type": "linear", "factor": 4}    rotary_seq_len_interpolation_factor 4
 """
@@ -12,28 +12,28 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, override
 
 LARGEST = 2**31
-"""Numbers of a scaling are below it."""
+"""Upper limit of numbers in a scaling, exclusive."""
 
 OTHER_KEYS = ("rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved", "finetuned")
-"""Keys beside those of a scaling; a drafter has the positions of text, which are the same in all sections."""
+"""Keys that are not part of a scaling. A drafter has the positions of text, which are the same in all sections."""
 
 MSCALES = ("mscale", "mscale_all_dim")
-"""Settings of YaRN that change the scores of latent attention too, and only the angles of other attention."""
+"""Settings of YaRN that also change the scores of latent attention; in other attention they change only the angles."""
 
 Argument = Callable[[str], Any]
-"""From the name of one of Megatron's arguments to its value; None where it is not set."""
+"""Function from the name of one of Megatron's arguments to its value; None if it is not set."""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Angles as they are, and the base of other scalings.
+    """Unscaled rotary angles, and the base class of the scalings.
 
     Attributes:
-        called: what a sentence calls it.
-        numbers: its numbers by transformers' keys, with transformers' defaults; None for one that must be given.
-        megatrons: numbers where Megatron's arguments do not set them.
-        arguments: Megatron's argument of a number; a number without one is fixed in Megatron.
-        further: keys of a config that are not such numbers.
+        called: its name in messages.
+        numbers: its numbers by transformers' keys, with transformers' defaults; None for a required number.
+        megatrons: values that Megatron uses where its arguments do not set them.
+        arguments: Megatron's argument for each number. Numbers without one are fixed in Megatron.
+        further: other config keys of this scaling.
     """
 
     called: str
@@ -45,33 +45,34 @@ class Scaling:
     positions: ClassVar[str] = "rope"
     """Megatron's `position_embedding_type`, and its `rope_type` in latent attention."""
     in_latent: ClassVar[bool] = True
-    """Whether Megatron's latent attention has it."""
+    """Whether Megatron's latent attention supports it."""
 
     def is_on(self, argument: Argument, is_latent: bool) -> bool:
-        """Return whether Megatron's arguments ask for it, in latent attention or another."""
+        """Return whether Megatron's arguments enable this scaling, for latent or other attention."""
         return True
 
     def all_arguments(self, is_latent: bool) -> list[str]:
-        """Names of Megatron's arguments of it."""
+        """Return the names of Megatron's arguments of this scaling."""
         return [_named(one, is_latent) for one in self.arguments.values()]
 
     def complete(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """The scaling's settings in a config, with transformers' defaults for those that are missing.
+        """Fill in transformers' defaults for missing config keys.
 
         Raises:
-            ValueError: a number is missing or not above 0; the message says which as the subject of a sentence.
+            ValueError: a number is missing or not above 0; the message names it as the subject of a sentence.
         """
         return {name: positive(keys, name, usual) for name, usual in self.numbers.items()}
 
     def in_latents(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """`complete` in latent attention, with what Megatron computes for settings that are missing."""
+        """Like `complete`, but with Megatron's defaults of latent attention."""
         return self.from_megatron(self.to_megatron(keys, True).get, True)
 
     def to_megatron(self, keys: Mapping[str, Any], is_latent: bool) -> dict[str, Any]:
-        """Megatron's arguments for the settings of a config.
+        """Convert config settings to Megatron's arguments.
 
         Raises:
-            ValueError: Megatron computes other angles; the message says why as the subject of a sentence.
+            ValueError: Megatron would compute different angles; the message gives the reason as the subject of a
+                sentence.
         """
         made = self.complete(keys)
         if any(made[name] != self.megatrons[name] for name in self.numbers.keys() - self.arguments.keys()):
@@ -79,14 +80,14 @@ class Scaling:
         return {_named(one, is_latent): float(made[name]) for name, one in self.arguments.items()}
 
     def from_megatron(self, argument: Argument, is_latent: bool) -> dict[str, Any]:
-        """The settings of a config for Megatron's arguments, which ask for this scaling."""
+        """Convert Megatron's arguments, which enable this scaling, to config settings."""
         found = {name: argument(_named(one, is_latent)) for name, one in self.arguments.items()}
         unset = {**dict.fromkeys(self.numbers, 1.0), **self.megatrons}
         return {name: unset[name] if found.get(name) is None else found[name] for name in self.numbers}
 
 
 class Linear(Scaling):
-    """Positions divided by a factor."""
+    """Linear scaling: positions are divided by a factor."""
 
     in_latent = False
 
@@ -96,7 +97,7 @@ class Linear(Scaling):
 
     @override
     def to_megatron(self, keys: Mapping[str, Any], is_latent: bool) -> dict[str, Any]:
-        """Megatron divides the positions and transformers the frequencies: a power of two is rounded alike."""
+        """Require a power of two, for which both round alike: Megatron divides positions, transformers frequencies."""
         made = super().to_megatron(keys, is_latent)
         factor = made[self.arguments["factor"]]
         if factor < 1 or math.log2(factor) % 1:
@@ -109,7 +110,7 @@ class Linear(Scaling):
 
 
 class Llama3(Scaling):
-    """Llama 3.1's: long wavelengths divided by a factor, and those between two bounds by less."""
+    """Llama 3.1 scaling: long wavelengths are divided by a factor, those between two bounds by less."""
 
     in_latent = False
     switch: ClassVar[str] = "use_rope_scaling"
@@ -128,9 +129,9 @@ class Llama3(Scaling):
 
 
 class Yarn(Scaling):
-    """YaRN (arXiv:2309.00071); with `truncate` its range is in whole channels.
+    """YaRN (arXiv:2309.00071). With `truncate`, its range is rounded to whole channels.
 
-    Megatron's arguments of it have a prefix outside of latent attention.
+    Without latent attention, Megatron's arguments have a prefix.
     """
 
     positions = "yarn"
@@ -138,7 +139,7 @@ class Yarn(Scaling):
 
     @override
     def is_on(self, argument: Argument, is_latent: bool) -> bool:
-        """YaRN is Megatron's default in latent attention, and without effect by factor 1."""
+        """YaRN is Megatron's default in latent attention; a factor of 1 has no effect."""
         if is_latent:
             return argument("rope_type") != "rope" and argument(self.arguments["factor"]) not in (None, 1)
         return bool(argument("position_embedding_type") == "yarn")
@@ -150,7 +151,7 @@ class Yarn(Scaling):
 
     @override
     def complete(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """With `attention_factor` and `truncate` where they are not the usual ones."""
+        """Include `attention_factor` and `truncate` only where they differ from the defaults."""
         made = super().complete(keys)
         factor, fixed = made["factor"], _attention_factor(keys)
         if factor <= 1 and fixed not in (None, 1):
@@ -163,9 +164,9 @@ class Yarn(Scaling):
 
     @override
     def to_megatron(self, keys: Mapping[str, Any], is_latent: bool) -> dict[str, Any]:
-        """Megatron's `mscale` and `mscale_all_dim` are set so that YaRN computes the same as in transformers.
+        """Set Megatron's `mscale` and `mscale_all_dim` so that YaRN matches transformers.
 
-        With g(m) = 0.1 m ln(factor) + 1 and a = `mscale_all_dim`, latent attention has its scores times g(a)^2.
+        With g(m) = 0.1 m ln(factor) + 1 and a = `mscale_all_dim`, latent attention multiplies its scores by g(a)^2.
         Megatron multiplies cosine and sine by g(mscale) / g(a). transformers does the same if neither is 0; otherwise
         it multiplies them by `attention_factor`, or by g(1).
         """
@@ -212,23 +213,23 @@ SCALINGS: dict[str, Scaling] = {
         (*MSCALES, "attention_factor", "truncate"),
     ),
 }
-"""Scalings by transformers' names. Where Megatron's arguments ask for several, the last one counts."""
+"""Scalings by their names in transformers. If Megatron's arguments ask for several, the last one counts."""
 
 
 def scaling_arguments(is_latent: bool) -> tuple[str, ...]:
-    """Names of Megatron's arguments of all scalings that it has, in latent attention or another."""
+    """Return the names of Megatron's arguments of all scalings, for latent or other attention."""
     rows = (row for row in SCALINGS.values() if row.in_latent or not is_latent)
     return tuple(name for row in rows for name in row.all_arguments(is_latent))
 
 
 def megatrons_scaling(argument: Argument, is_latent: bool) -> dict[str, Any]:
-    """`rope_scaling` of a config for Megatron's arguments, complete, `rope_type` included."""
+    """Convert Megatron's arguments to a complete `rope_scaling` entry of a config, including `rope_type`."""
     kind = next(name for name in reversed(SCALINGS) if SCALINGS[name].is_on(argument, is_latent))
     return {"rope_type": kind, **SCALINGS[kind].from_megatron(argument, is_latent)}
 
 
 def scaling_of(keys: Mapping[str, Any], is_latent: bool = False) -> dict[str, Any] | None:
-    """A drafter's scaling that `rope_scaling` or `rope_parameters` of a config describe, complete; None without one.
+    """Read a drafter's scaling from `rope_scaling` or `rope_parameters` of a config, and complete it; None without one.
 
     Numbers that are missing are Megatron's.
 
@@ -261,7 +262,7 @@ WHERE = {True: " in latent attention", False: ""}
 
 
 def yarn_factor(factor: float, mscale: float = 1) -> float:
-    """YaRN's factor of cosines and sines (arXiv:2309.00071, eq. 22) of a scaling by `factor`."""
+    """Return YaRN's multiplier of cosines and sines (arXiv:2309.00071, eq. 22) for a scaling by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -274,7 +275,7 @@ def _attention_factor(keys: Mapping[str, Any]) -> float | None:
 
 
 def _megatrons_mscales(keys: Mapping[str, Any], factor: float) -> tuple[float, float]:
-    """Values of Megatron's `mscale` and `mscale_all_dim`; see `Yarn.to_megatron`."""
+    """Return the values of Megatron's `mscale` and `mscale_all_dim`; see `Yarn.to_megatron`."""
     (mscale, whole), fixed = _mscales(keys), _attention_factor(keys)
     if fixed is None and (mscale and whole):
         return mscale, whole
@@ -286,12 +287,12 @@ def _megatrons_mscales(keys: Mapping[str, Any], factor: float) -> tuple[float, f
 
 
 def _named(argument: str, is_latent: bool) -> str:
-    """Megatron's name of an argument, which has the prefix of YaRN outside of latent attention alone."""
+    """Return Megatron's name of an argument, which has YaRN's prefix only outside latent attention."""
     return argument.removeprefix("yarn_") if is_latent else argument
 
 
 def number(keys: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """A number of rotary settings; ValueError where it is none, or one that cannot be."""
+    """Parse a number of a rotary setting. Raise ValueError if it is missing or invalid."""
     value = default if keys.get(name) is None else keys[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
         raise ValueError(f"a rotary setting '{name}' of {value!r:.40}, which is not a number below {LARGEST}")
@@ -299,7 +300,7 @@ def number(keys: Mapping[str, Any], name: str, default: float | None = None) -> 
 
 
 def positive(keys: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """A number above 0; transformers reads 0 as the default."""
+    """Parse a number above 0. transformers treats 0 as the default."""
     value = number(keys, name, default) or default or 0
     if value <= 0:
         raise ValueError(f"a rotary setting '{name}' of {value}, which is not above 0")

@@ -1,26 +1,26 @@
-"""One run on Megatron's training loop: its forward step, metrics and arguments. The loop is Megatron's.
+"""A training run on Megatron's training loop: the forward step, metrics and arguments.
 
-run.py               one run: arguments, model configuration, Megatron's pretrain(), whose loop is observed: steps,
-                     evaluations, checkpoints
+run.py               one run: arguments, model configuration, and Megatron's pretrain() with hooks for steps,
+                     evaluations and checkpoints
 flags.py             flags of the MTP layers, for any parser of Megatron's flags, and flags from a YAML file (--config)
 dry_run.py           the plan of a job of any size (--dry-run)
 arguments.py         Megatron's parser with our flags and those of this machine, and the order of all checks
-needed.py            flags that a run needs
-settings.py          arguments that follow from others
-checks.py            flags that are refused: ours, those that Megatron takes in silence, those that crash it
-startup.py           how a run ends that cannot start: one sentence, and the traceback in a log file
-loading.py           whether what --load names can be loaded; the draft vocabulary that it or the flags give
-datasets.py          Megatron's data sets, by Megatron's flags, also of answers; chats made into one, and packed
+needed.py            flags that a run requires
+settings.py          arguments that are derived from others
+checks.py            rejected flags: ours, those that Megatron silently ignores, those that crash it
+startup.py           startup errors: one sentence on the terminal, the traceback in a log file
+loading.py           checks of the checkpoint to load; the draft vocabulary, from the checkpoint or the flags
+datasets.py          Megatron's data sets, by Megatron's flags; data sets of responses; packed chats
 forward_step.py      the forward step for Megatron's schedules: batch, model, loss function; which stages read batches
-row_keys.py          the rows of a microbatch, by digests of their content
-state_cache.py       states of a frozen trunk in the place of its layers (--mtp-state-cache)
-state_store.py       these on a disk: rows by digest, in shards
-parameter_group.py   a learning rate, gradient norm and clip of the MTP layers' own
-metrics.py           table, TensorBoard, W&B and metrics.jsonl of loss, acceptance by depth and costs of a step
-best_state.py        the best state of a run, kept beside its iterations, and an end where it no longer grows
-disk.py              room for checkpoints on the disk of --save
-documents.py         counts of acceptance by document, gathered over ranks, and put by source
-run_files.py         metrics.jsonl, continued by a resumed run, run.json: how the run was started, and documents.json
-short_log.py         what a run prints: ours on the terminal, Megatron's in a log file
-megatron_lm.py       two lines for a training script that is not ours
+row_keys.py          the rows of a microbatch, identified by digests of their content
+state_cache.py       cached states of a frozen trunk instead of running its layers (--mtp-state-cache)
+state_store.py       the cache on disk: rows by digest, in shards
+parameter_group.py   a separate learning rate, gradient norm and clip for the MTP layers
+metrics.py           table, TensorBoard, W&B and metrics.jsonl: loss, acceptance by depth, cost of a step
+best_state.py        the best checkpoint of a run, and early stopping (--mtp-patience)
+disk.py              free space for checkpoints on the disk of --save
+documents.py         acceptance counts by document, gathered over ranks and grouped by source
+run_files.py         metrics.jsonl, continued when a run resumes; run.json, how the run was started; documents.json
+short_log.py         console output: a short log on the terminal, Megatron's output in a log file
+megatron_lm.py       two changed lines for Megatron-LM's training script
 """

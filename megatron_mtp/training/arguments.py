@@ -1,6 +1,6 @@
-"""Arguments: Megatron's parser with our flags, the flags this machine needs, and all checks before a model is built.
+"""Arguments: Megatron's parser with our flags and this machine's flags, and all checks before a model is built.
 
-Every check raises ValueError with one sentence that names the flag, the value and the remedy.
+Every check raises ValueError with one sentence that names the flag, its value and how to fix it.
 """
 
 import os
@@ -45,7 +45,7 @@ ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
 
 
 def mtp_config_from_args(args: Namespace) -> MTPConfig:
-    """Raises ValueError where a flag has a value that is not allowed."""
+    """Build the MTPConfig. Raise ValueError if a flag has a value that is not allowed."""
     settings = MTPConfig(**{field.name: getattr(args, field.name) for field in fields(MTPConfig)})
     heads = heads_of(settings, trained_depths(args), drafted_steps(args))
     check_loss(*(heads[0].settings if heads else settings).phases())
@@ -53,7 +53,10 @@ def mtp_config_from_args(args: Namespace) -> MTPConfig:
 
 
 def set_machine_flags(argv: list[str], on_cpu: bool) -> str | None:
-    """Append the flags that this machine needs to `argv`; returns a line that says so, or None if it needs none."""
+    """Append the flags that this machine needs to `argv`.
+
+    Return a line that reports them, or None if there are none.
+    """
     if on_cpu:
         lack, running = CUDA, "running on the CPU over gloo"
     elif not transformer_engine_works():
@@ -73,18 +76,18 @@ CUDA_ALONE = {
     "--cuda-graph-impl": ("none", "layers of trunk and MTP are recorded by CUDA"),
     "--cpu-offloading-num-layers": (0, "Transformer Engine takes activations, of the trunk's layers alone, to the CPU"),
 }
-"""Flags without a use on a CPU, with the value that leaves them out, and why."""
+"""Flags that have no use on a CPU, with the value that turns them off, and the reason."""
 
 
 def check_device_flags(args: Namespace) -> None:
-    """Raises ValueError for a flag that needs a CUDA device."""
+    """Raise ValueError for a flag that needs a CUDA device."""
     for flag, (idle, why) in CUDA_ALONE.items():
         if getattr(args, flag.removeprefix("--").replace("-", "_"), idle) not in (idle, None):
             raise ValueError(f"{flag} was given on a machine without a CUDA device, but {why}; drop the flag.")
 
 
 def set_connections(argv: list[str]) -> None:
-    """Set CUDA_DEVICE_MAX_CONNECTIONS to 1 where ranks share a layer or a sequence; CUDA reads it when it starts."""
+    """Set CUDA_DEVICE_MAX_CONNECTIONS to 1 if ranks share a layer or a sequence. CUDA reads it at startup."""
     words = " ".join(argv).replace("=", " ")
     others = "--(use-torch-fsdp2|use-megatron-fsdp|overlap-moe-expert-parallel-comm)"
     if re.search(r"--(tensor-model|context)-parallel-size (?!1\b)", words) and not re.search(others, words):
@@ -92,7 +95,7 @@ def set_connections(argv: list[str]) -> None:
 
 
 def parse_checked_args() -> tuple[Namespace, MTPModelConfig]:
-    """Parse, check and validate `sys.argv`; Megatron's global arguments and tokenizer are set when this returns."""
+    """Parse, check and validate `sys.argv`. Sets Megatron's global arguments and tokenizer."""
     args = parse_run_args(needed=(*OF_A_MODEL, *OF_A_RUN, *OF_DATA))
     if cpu.installed():
         check_device_flags(args)
@@ -110,15 +113,15 @@ def parse_run_args(
     plans: bool = False,
     needed: Sequence[Needed] = OF_A_MODEL,
 ) -> Namespace:
-    """Parse the flags of a run, filling in those that the checkpoint stores. Does not open the corpus.
+    """Parse the flags of a run and fill in those that the checkpoint stores. Does not open the corpus.
 
     Args:
-        extra_args_provider, args_defaults: Megatron's.
-        plans: of a job that does not start here: nothing is written, and the trunk need not be here.
-        needed: the flags that have to be there.
+        extra_args_provider, args_defaults: as in Megatron.
+        plans: whether this only plans a job: nothing is written, and the trunk does not need to exist here.
+        needed: required flags.
 
     Raises:
-        ValueError: a flag has a value that is not allowed, or some are missing.
+        ValueError: a flag has a value that is not allowed, or required flags are missing.
     """
 
     def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -147,10 +150,10 @@ def parse_run_args(
 
 
 def read_flags(add_arguments: ArgumentsProvider) -> tuple[Namespace, dict[str, Any]]:
-    """The flags of a command line with what follows from them, and the arguments that no checkpoint changes.
+    """Parse a command line with the settings derived from it, and return the arguments that no checkpoint changes.
 
     Raises:
-        ValueError: a flag has a value that is not allowed, or two do not go together.
+        ValueError: a flag has a value that is not allowed, or two flags contradict each other.
     """
     given = parse_args(add_arguments)
     unused = without_depths(given) if given.mtp_num_layers == 0 and given.drafter is None else {}
@@ -165,10 +168,10 @@ def read_flags(add_arguments: ArgumentsProvider) -> tuple[Namespace, dict[str, A
 
 
 def stored_values(given: Namespace) -> dict[str, Any]:
-    """The arguments that the checkpoint to load stores, where --use-checkpoint-args asks for them, and the drafter's.
+    """Read the arguments that the checkpoint stores, if --use-checkpoint-args is set, and the drafter's.
 
     Raises:
-        ValueError: the checkpoint is a conversion of a model that Megatron cannot run.
+        ValueError: the checkpoint was converted from a model that Megatron cannot run.
     """
     older = {"position_embedding_type": "rope"} if given.use_rotary_position_embeddings else {}
     stored = checkpoint_arguments(given) | older
@@ -181,11 +184,11 @@ def stored_values(given: Namespace) -> dict[str, Any]:
 
 
 def merged(given: Namespace, validated: Namespace, settled: dict[str, Any]) -> dict[str, Any]:
-    """Changes of the arguments that Megatron has validated: with --use-checkpoint-args it prefers the checkpoint's.
+    """Return changes to Megatron's validated arguments, where it prefers the checkpoint's with --use-checkpoint-args.
 
     Args:
-        given, settled: of `read_flags`.
-        validated: Megatron's, whose defaults were those of `stored_values`.
+        given, settled: results of `read_flags`.
+        validated: Megatron's arguments, with the defaults of `stored_values`.
     """
     has_mask = validated.reset_attention_mask and not settled["reads_chats"]  # attention is causal without one
     changes = {
@@ -205,10 +208,11 @@ def merged(given: Namespace, validated: Namespace, settled: dict[str, Any]) -> d
 
 
 def checked_model_config(args: Namespace, **given: Any) -> MTPModelConfig:
-    """The model that validated arguments describe, `given` being further arguments of `config_of`.
+    """Build the model configuration from validated arguments; `given` are additional arguments of `config_of`.
 
     Raises:
-        ValueError: the checkpoint to load lacks MTP layers, and no flag says how to make them; or it has other ones.
+        ValueError: the checkpoint lacks the MTP layers and no flag specifies how to initialize them, or it has
+            different ones.
     """
     model_config = config_of(args, **given)
     model_config.mtp = mtp_config_from_args(args)
@@ -226,9 +230,9 @@ def checked_model_config(args: Namespace, **given: Any) -> MTPModelConfig:
 
 
 def true_vocab_size(args: Namespace) -> int:
-    """Rows of the vocabulary that stand for tokens: the tokenizer's ids or, if these are fewer, `--vocab-size`.
+    """Return the number of vocabulary rows that are tokens: the tokenizer's, or `--vocab-size` if that is smaller.
 
-    A converted model may have more rows than its tokenizer has tokens; they are part of its softmax.
+    A converted model may have more rows than its tokenizer has tokens; these rows are part of its softmax.
     """
     tokenizer = get_tokenizer()
     known = [tokenizer.vocab_size, args.vocab_size or 0]
@@ -238,10 +242,12 @@ def true_vocab_size(args: Namespace) -> int:
 
 
 def checkpoint_arguments(args: Namespace) -> dict[str, Any]:
-    """The model's arguments that `--use-checkpoint-args` finds, as defaults; Megatron's own misses latent attention.
+    """Return the model arguments found by `--use-checkpoint-args`, as defaults.
+
+    Megatron's version misses latent attention.
 
     Raises:
-        ValueError: Megatron cannot run the converted model, or `--vocab-size` is less than its tokens.
+        ValueError: Megatron cannot run the converted model, or `--vocab-size` is less than its number of tokens.
     """
     if not (args.use_checkpoint_args and checkpoint_exists(args.load)):
         return {}

@@ -1,13 +1,13 @@
-"""--mtp-patience: the best state of a run by its evaluations, and an end where it no longer grows.
+"""Best checkpoint and early stopping (--mtp-patience), based on evaluations.
 
-best.json beside the iterations of --save names the best one, which is whole by then: first the iteration is saved, then
-the file is written beside and renamed, then the iteration that it named before is removed, unless --save-interval has
-saved it. A kill at any moment leaves a best iteration that is there, and a resumed run goes on from it.
+best.json, in the folder of --save, names the best iteration. The iteration is saved first. Then the file is written to
+a temporary path and renamed. Then the previous best iteration is removed, unless --save-interval has saved it. So after
+a kill at any moment best.json names a complete iteration, and the run can resume from it.
 
     {"iteration": 400, "expected accepted length": 1.93, "ended": null}
 
-When the run has ended, `ended` is the --train-iters of that run, and the tracker names the best iteration: whatever
-loads the checkpoint loads the best state.
+When the run has ended, `ended` is its --train-iters, and the tracker names the best iteration, so anything that loads
+the checkpoint loads the best state.
 """
 
 import json
@@ -27,27 +27,27 @@ FILE = "best.json"
 
 @dataclass(frozen=True)
 class Best:
-    """What best.json says."""
+    """Contents of best.json."""
 
     iteration: int
     length: float
     ended: int | None = None
 
     def write(self, folder: Path) -> None:
-        """Write it into the folder of a checkpoint."""
+        """Write best.json to a checkpoint folder."""
         with written_beside(folder / FILE) as beside:
             named = {"iteration": self.iteration, EXPECTED_LENGTH: self.length, "ended": self.ended}
             beside.write_text(json.dumps(named))
 
     def settle(self, folder: Path) -> None:
-        """Let the tracker name it; a second call changes nothing."""
+        """Make the tracker name the best iteration. Calling it again has no effect."""
         if (folder / TRACKER).read_text().strip() != str(self.iteration):
             with written_beside(folder / TRACKER) as beside:
                 beside.write_text(str(self.iteration))
 
 
 def read_best(folder: Path) -> Best | None:
-    """The best state of a checkpoint; None where the file is not there, damaged, or names an iteration that is not."""
+    """Read best.json of a checkpoint; None if it is missing or damaged, or its iteration does not exist."""
     try:
         fields = json.loads((folder / FILE).read_text())
         found = Best(int(fields["iteration"]), float(fields[EXPECTED_LENGTH]), fields["ended"])
@@ -57,12 +57,12 @@ def read_best(folder: Path) -> Best | None:
 
 
 def iteration_of(folder: Path, number: int) -> Path:
-    """The folder of an iteration."""
+    """Return the folder of an iteration."""
     return folder / f"iter_{number:07d}"
 
 
 def ended_run(args: Namespace) -> Best | None:
-    """The best state of a run that has ended and would only be trained again; None where there are steps to take."""
+    """Return the best state of a run that has already ended; None if there are steps to run."""
     if args.mtp_patience is None or args.skip_train or args.finetune or args.save is None or args.load is None:
         return None
     best = read_best(Path(args.save)) if Path(args.save).resolve() == Path(args.load).resolve() else None
@@ -70,15 +70,15 @@ def ended_run(args: Namespace) -> Best | None:
 
 
 def length_of(args: Namespace) -> int:
-    """Length of the run, in steps or samples."""
+    """Return the length of the run, in steps or samples."""
     return int(args.train_iters if args.train_samples is None else args.train_samples)
 
 
 class BestState:
-    """The best state so far, the same on all ranks.
+    """Tracks the best state so far, the same on all ranks.
 
     Args:
-        args: Megatron's; `iteration` is that of the start.
+        args: Megatron's arguments; `iteration` is the first one of this run.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -88,13 +88,13 @@ class BestState:
         self._former: Best | None = None
 
     def improves(self, length: float) -> bool:
-        """Return whether an evaluation is better than all before it."""
+        """Return whether an evaluation is better than all previous ones."""
         return self.best is None or length > self.best.length
 
     def learn(self, step: int, length: float | None) -> bool:
-        """Take in an evaluation, whose figure the last rank alone needs to have; returns whether it is the best.
+        """Record an evaluation and return whether it is the best. Only the last rank needs its value.
 
-        All ranks call it. The state has to be saved by `keep` then.
+        All ranks must call it. If it returns true, save the state and call `keep`.
         """
         own = torch.tensor([float("nan") if length is None else length], dtype=torch.float64).cuda()
         torch.distributed.broadcast(own, torch.distributed.get_world_size() - 1)
@@ -104,7 +104,7 @@ class BestState:
         return True
 
     def keep(self) -> None:
-        """Name the best state, which is saved by now, and remove the one before."""
+        """Record the best state, which has been saved, and remove the previous one."""
         former, interval = self._former, self._args.save_interval
         if self._args.rank or self.best is None:
             return
@@ -113,12 +113,12 @@ class BestState:
             remove(iteration_of(self._folder, former.iteration))
 
     def is_over(self, step: int) -> bool:
-        """Return whether so many evaluations have brought nothing."""
+        """Return whether `--mtp-patience` evaluations have brought no improvement."""
         waits: int = self._args.mtp_patience * self._args.eval_interval
         return self.best is not None and step - self.best.iteration >= waits
 
     def end(self) -> Best | None:
-        """The run has ended: record it, and let the tracker name the best state; returns that."""
+        """Record the end of the run and make the tracker name the best state, which is returned."""
         if self.best is not None and self._args.rank == 0:
             replace(self.best, ended=length_of(self._args)).write(self._folder)
             self.best.settle(self._folder)

@@ -1,11 +1,11 @@
-"""Checks before a run that Megatron does not make: `check_flags` for flags, `check_data` for text and vocabulary.
+"""Checks before a run that Megatron lacks: `check_flags` for flags, `check_data` for text and vocabulary.
 
-Each has one of three reasons, which stands beside it: the flag is ours, or what we build does not have the feature
-(ours); the process would end by a signal or never (crash); the run would go on with wrong or useless numbers (silent).
-What Megatron refuses with an exception is not checked here: `startup.py` makes a sentence of that.
+Each check is marked with one of three reasons: the flag is ours or our model lacks the feature (ours); the process
+would crash or hang (crash); the run would continue with wrong or useless numbers (silent). Errors that Megatron raises
+itself are not checked here; `startup.py` turns them into sentences.
 
-In:  the parsed arguments; those that come from a checkpoint are None until it is read.
-Out: nothing, or a ValueError of one sentence: the flag, its value, what is allowed or what to do.
+In:  the parsed arguments; arguments from a checkpoint are None until it is read.
+Out: nothing, or a ValueError with one sentence: the flag, its value, and what is allowed or what to do.
 """
 
 import math
@@ -44,7 +44,7 @@ from megatron_mtp.training.short_log import say
 
 
 def check_ranges(args: Namespace) -> None:
-    """Raises ValueError at the first number that cannot be trained with, and that Megatron takes."""
+    """Raise ValueError at the first number that Megatron accepts but cannot train with."""
     for allowed, holds, names in RANGES:
         for name in names.split():
             number = getattr(args, name, None)
@@ -53,14 +53,14 @@ def check_ranges(args: Namespace) -> None:
 
 
 def check_supported(args: Namespace) -> None:
-    """Raises ValueError at the first feature that this run cannot have."""
+    """Raise ValueError at the first feature that this run does not support."""
     for row in UNSUPPORTED:
         if (args.mtp_num_layers is not None or not row.depths_alone) and row.is_given(args):
             raise ValueError(row.sentence())
 
 
 def check_flags(args: Namespace, settings: MTPConfig) -> None:
-    """Raises ValueError at the first flags that do not go together."""
+    """Raise ValueError at the first flags that contradict each other."""
     if args.split is not None:
         split_weights(args.split)  # silent: Megatron takes the numbers in any text
     check_supported(args)
@@ -75,7 +75,7 @@ def check_flags(args: Namespace, settings: MTPConfig) -> None:
 
 
 Sentences = Iterator[str]
-"""What is wrong with the flags, sentence by sentence."""
+"""Problems with the flags, one sentence each."""
 
 
 def _of_the_run(args: Namespace) -> Sentences:
@@ -120,7 +120,7 @@ def _of_the_run(args: Namespace) -> Sentences:
 
 
 def _of_state_cache(args: Namespace) -> Sentences:
-    """Ours: states that would not be those of the trunk, or that nothing would read."""
+    """Ours: cached states that would not be the trunk's, or that nothing would read."""
     flag = f"--mtp-state-cache {args.mtp_state_cache} was given"
     if not (args.mtp_train_only or args.skip_train):
         yield f"{flag}, and the trunk is trained, so its states change; give --mtp-train-only, or drop the flag."
@@ -139,7 +139,7 @@ def _of_state_cache(args: Namespace) -> Sentences:
 
 
 def _of_draft_prompts(args: Namespace) -> Sentences:
-    """Ours: what drafting at evaluations cannot do."""
+    """Ours: what drafting at evaluations does not support."""
     file, *more = args.mtp_draft_prompts
     if len(more) > 1 or not all(number.isdecimal() and int(number) for number in more):
         yield f"--mtp-draft-prompts is {' '.join(args.mtp_draft_prompts)}; give a file, and 1 or more prompts."
@@ -156,7 +156,7 @@ def _of_draft_prompts(args: Namespace) -> Sentences:
 
 
 def _of_data(args: Namespace) -> Sentences:
-    """Ours, how batches are cut and packed; silent where several sources are given and one is read."""
+    """Ours: how batches are cut and packed. Silent: several sources are given and one is read."""
     per_split = args.train_data_path or args.valid_data_path or args.test_data_path
     files = args.data_path, args.data_args_path, per_split, args.per_split_data_args_path
     if sum(map(bool, (args.chat, args.mock_data, *files))) > 1:
@@ -187,7 +187,7 @@ def _of_data(args: Namespace) -> Sentences:
 
 
 def _of_hybrids(args: Namespace) -> Sentences:
-    """Silent: Megatron's hybrid model does not read what these ask for; or lacks it, which the first step finds."""
+    """Silent: Megatron's hybrid model does not read these settings, or fails on them in the first step."""
     layers = set(args.hybrid_layer_pattern or "")
     if Symbols.MOE in layers and args.num_experts is None:
         yield f"{PATTERN} has E, but --num-experts is missing; give it, or - for an MLP."
@@ -208,7 +208,7 @@ def _of_hybrids(args: Namespace) -> Sentences:
 
 
 def _without_depths(args: Namespace, settings: MTPConfig) -> Sentences:
-    """Ours: flags of MTP layers would do nothing; what a checkpoint's arguments say of the model may stay."""
+    """Ours: flags of MTP layers would do nothing; a checkpoint's arguments about the model may stay."""
     stored = MODEL_ARGUMENTS if args.use_checkpoint_args else ()
     given = [field.name for field in fields(MTPConfig) if getattr(settings, field.name) != field.default]
     given += [name for name in ("mtp_use_repeated_layer", "mtp_detach_heads") if getattr(args, name)]
@@ -270,7 +270,7 @@ def _with_depths(args: Namespace) -> Sentences:
 
 
 def check_trunk(args: Namespace) -> None:
-    """Raises ValueError where MTP layers go with a trunk that is not loaded from anywhere (ours)."""
+    """Raise ValueError if MTP layers are trained on a trunk that is not loaded (ours)."""
     starts = map(checkpoint_exists, (args.load, args.pretrained_checkpoint))
     if args.mtp_num_layers is not None and (args.mtp_init or args.mtp_train_only) and not any(starts):
         flag = "--mtp-train-only" if args.mtp_train_only else f"--mtp-init {args.mtp_init}"
@@ -281,13 +281,13 @@ def check_trunk(args: Namespace) -> None:
 
 
 def _ends_with_a_depth(pattern: str) -> bool:
-    """Return whether the last stage of the trunk does; a GPT's always do."""
+    """Return whether the trunk's last stage ends with a depth; a GPT's always does."""
     parsed = parse_hybrid_pattern(pattern)
     return (parsed.main_pattern or "").rpartition(Symbols.PIPE)[2].endswith(parsed.mtp_pattern or "")
 
 
 def _of_shared_keys(args: Namespace) -> Sentences:
-    """Ours: several passes of a layer, with our own attention where they have a chain."""
+    """Ours: several passes of a layer, with this package's attention if they have a chain."""
     has_chain = args.mtp_repeated_layer_shares_kv
     if not (has_chain or args.mtp_repeated_layer_first_pass_kv):
         return
@@ -306,18 +306,18 @@ def _of_shared_keys(args: Namespace) -> Sentences:
 
 
 Refused = Iterator[tuple[object, str, str]]
-"""Whether something is given, what that is, and why it is refused."""
+"""Whether a flag is given, its name, and the reason why it is refused."""
 
 
 def _without_keys(args: Namespace) -> Refused:
-    """Refused of all layers whose passes share keys."""
+    """Refused for all layers whose passes share keys."""
     yield args.hybrid_layer_pattern is not None, PATTERN, "not all layers keep keys"
     yield args.window_size is not None, "--window-size", "a later pass would leave the window of the keys"
     yield args.spec not in (None, ["local"]), "--spec", "its attention may be any"
 
 
 def _without_chain(args: Namespace) -> Refused:
-    """Refused of those that share with a chain."""
+    """Refused for layers that share keys with a chain."""
     recomputes = args.recompute_granularity == "full" or "core_attn" in (args.recompute_modules or ())
     yield args.multi_latent_attention, "--multi-latent-attention", "keys and values are made of latents"
     yield args.softmax_type != "vanilla", f"--softmax-type {args.softmax_type}", "a chain does not share sinks"
@@ -326,7 +326,7 @@ def _without_chain(args: Namespace) -> Refused:
 
 
 def _without_pass_1(args: Namespace) -> Refused:
-    """Refused of those that attend to pass 1's keys alone."""
+    """Refused for layers that attend only to pass 1's keys."""
     fuses = args.multi_latent_attention and args.apply_rope_fusion
     yield fuses, "latent attention but without --no-rope-fusion", "queries and keys have one set of angles"
     yield args.mla_down_proj_fusion, "--mla-down-proj-fusion", "its attention is a class of its own"
@@ -334,7 +334,7 @@ def _without_pass_1(args: Namespace) -> Refused:
 
 
 def _check_folder(flag: str, named: str | None) -> None:
-    """It is made when there is something to write, which must not be when it turns out that it cannot."""
+    """Check the folder without creating it: it is created when there is something to write."""
     if named is None or "://" in named:
         return
     there = next(path for path in (Path(named), *Path(named).absolute().parents) if os.path.lexists(path))
@@ -347,7 +347,7 @@ def _check_folder(flag: str, named: str | None) -> None:
 
 
 def check_precision(args: Namespace) -> None:
-    """Refuse FP8 without Transformer Engine (silent: the run has full precision)."""
+    """Reject FP8 without Transformer Engine (silent: the run would use full precision)."""
     if args.fp8 and not transformer_engine_works():
         raise ValueError(
             f"--fp8-format is {args.fp8}, which Megatron computes with Transformer Engine alone, and that is not here; "
@@ -356,10 +356,10 @@ def check_precision(args: Namespace) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Make the folder of --save, which Megatron makes at the first save (crash, after the steps to it).
+    """Create the folder of --save, which Megatron creates only at the first save (crash, after all steps before it).
 
     Raises:
-        ValueError: it cannot be made or written.
+        ValueError: it cannot be created or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -371,7 +371,7 @@ def check_writable(folder: Path) -> None:
 
 
 def check_hub(args: Namespace) -> None:
-    """Refuse a tokenizer that would be sought on the Hub for minutes, without reaching it (crash)."""
+    """Reject a tokenizer name that would be looked up on an unreachable Hub for minutes (crash)."""
     name = args.tokenizer_model
     said = (
         f"--tokenizer-model is {name}, which is not a folder here, and the Hugging Face Hub cannot be reached or has "
@@ -400,9 +400,10 @@ def check_hub(args: Namespace) -> None:
 
 
 def check_data(args: Namespace, vocabulary: int) -> None:
-    """Check whether the corpus can be read to its end, and was made with this vocabulary (crash, silent).
+    """Check that the corpus is complete and was made with this vocabulary (crash, silent).
 
-    An empty part of --split is searched forever; ids beyond the vocabulary end a GPU; another tokenizer's are taken.
+    Otherwise an empty part of --split is searched forever, ids outside the vocabulary crash a GPU, and a different
+    tokenizer's ids are accepted.
     """
     if args.mock_data:
         return

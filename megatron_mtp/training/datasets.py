@@ -1,7 +1,7 @@
-"""Training, validation and test sets: Megatron's, by Megatron's flags.
+"""Training, validation and test sets, built by Megatron from Megatron's flags.
 
-Megatron's classes are extended: a sample of `TextDataset` says which document each position is of, `AnswersDataset`
-masks all but the answers that a model has written itself, and `PackedChats` packs chats.
+They extend Megatron's classes: samples of `TextDataset` include the document of each position, `AnswersDataset` masks
+everything but the model's own responses, and `PackedChats` packs chats.
 """
 
 import os
@@ -37,7 +37,7 @@ from megatron_mtp.training.forward_step import reads_data
 
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
-    """Training, validation and test sets (Megatron's), for so many samples each."""
+    """Build Megatron's training, validation and test sets for the given numbers of samples."""
     args = get_args()
     _evaluate_again(args)
     kind = _kind(args)
@@ -60,7 +60,7 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
 
 
 def _evaluate_again(args: Namespace) -> None:
-    """Let a run that had taken its last step before evaluate it on the same samples, and not on those behind them."""
+    """Let a resumed run that has already taken its last step evaluate it on the same samples, not on the next ones."""
     has_ended = args.train_iters is not None and 0 < args.train_iters <= args.iteration
     if not has_ended or args.skip_train or args.full_validation or args.iteration % args.eval_interval:
         return
@@ -72,12 +72,12 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatro
 
 
 class SameSamples(torch.utils.data.Dataset[Any]):
-    """The first samples of a validation set, again and again: every evaluation takes the same ones.
+    """Repeats the first samples of a validation set, so that every evaluation uses the same ones.
 
     Args:
-        data: the set.
-        count: samples of an evaluation.
-        length: of all evaluations.
+        data: the data set.
+        count: number of samples of one evaluation.
+        length: number of samples of all evaluations.
     """
 
     index_split = Split.valid
@@ -120,7 +120,10 @@ _OTHER_NAME = {
 
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
-    """Settings of the data sets by Megatron's flags; a setting is called as its flag, or as `_OTHER_NAME` has it."""
+    """Build the data set settings from Megatron's flags.
+
+    A setting has the name of its flag, or that in `_OTHER_NAME`.
+    """
     flag_of = {name: name for name in _SAME_NAME} | _OTHER_NAME
     settings = {name: getattr(args, flag) for name, flag in flag_of.items()}
     settings["tokenizer"] = get_tokenizer()
@@ -133,7 +136,7 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
 
 
 class TextDataset(GPTDataset):
-    """Megatron's, with the document of every position in samples of evaluations."""
+    """Megatron's GPTDataset; samples of evaluations include the document of every position."""
 
     def __init__(self, indexed_dataset: Any, dataset_path: str, *others: Any) -> None:
         super().__init__(indexed_dataset, dataset_path, *others)
@@ -150,8 +153,9 @@ class TextDataset(GPTDataset):
         return {**sample, "documents": torch.from_numpy(self._first + padded_S)}
 
     def places(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """The document of every token that a sample is made of, and its place there; one more than positions, or less
-        at the end."""
+        """Return document and offset of each token of a sample: one more than positions, or fewer where the data end.
+        at the end.
+        """
         place = self.shuffle_index[idx]
         (first, start), (last, end) = self.sample_index[place], self.sample_index[place + 1]
         numbers, tokens = list[np.ndarray](), list[np.ndarray]()
@@ -167,14 +171,14 @@ class TextDataset(GPTDataset):
 
 
 class AnswersDataset(TextDataset):
-    """Megatron's, over sequences whose answers are known: labels outside of them are masked.
+    """GPTDataset over sequences whose responses are known. Labels outside the responses are masked.
 
-    `megatron-mtp sample` writes PREFIX.answers.npy, where every answer begins and ends. The masks of all MTP layers are
-    shifted from the loss mask, so no MTP layer is trained on anything else either.
+    `megatron-mtp sample` writes PREFIX.answers.npy with the start and end of every response. The masks of all MTP
+    layers are shifted from the loss mask, so the MTP layers are trained only on responses, too.
 
-    Every document ends with the EOD 0, since Megatron puts documents one behind the other. It belongs to the answer
-    only if the model chose it. A row of eight positions, over 5 6 7 8 0, which the model ended, and 3 4 9 1 0, which
-    was cut; the first two tokens of each are prompts:
+    Every document ends with the EOD 0, because Megatron concatenates documents. It is part of the response only if the
+    model generated it. A row of eight positions, over 5 6 7 8 0, which the model ended, and 3 4 9 1 0, which was
+    truncated; the first two tokens of each are prompts:
 
         token  6 7 8 0 3 4 9 1
         label  7 8 0 3 4 9 1 0
@@ -200,10 +204,10 @@ class AnswersDataset(TextDataset):
 
 
 def read_answers(prefix: str) -> np.ndarray:
-    """Start of every document's answer, and the token behind it: [documents, 2], int32.
+    """Read the start of every document's response and the token after its end: [documents, 2], int32.
 
     Raises:
-        ValueError: no such file is beside the dataset, or it is that of other texts.
+        ValueError: there is no such file next to the data set, or it belongs to other data.
     """
     file = Path(f"{prefix}.answers.npy")
     if not file.is_file():
@@ -228,7 +232,9 @@ def read_answers(prefix: str) -> np.ndarray:
 
 
 class _CutOnce(GPTDataset):
-    """Before a class of text: its samples are the same in every epoch and for every seed, which draw their order alone.
+    """Mixin before a text dataset class: samples are the same in every epoch and for every seed.
+
+    Only the order differs.
 
     Megatron shuffles the documents of all epochs together before it cuts them, so that another seed or another number
     of epochs makes other samples, whose states --mtp-state-cache would not have.
@@ -260,11 +266,11 @@ class _CutOnce(GPTDataset):
 
 
 class TextCutOnce(_CutOnce, TextDataset):
-    """Of text."""
+    """TextDataset that is cut into rows once, the same for all seeds and epochs."""
 
 
 class AnswersCutOnce(_CutOnce, AnswersDataset):
-    """Of answers."""
+    """AnswersDataset that is cut into rows once, the same for all seeds and epochs."""
 
 
 # --- chats -----------------------------------------------------------------------------------------------------------
@@ -274,10 +280,10 @@ class AnswersCutOnce(_CutOnce, AnswersDataset):
 
 
 def reads_chats(args: Namespace) -> bool:
-    """Return whether the data is chats: files of --chat, or datasets that `preprocess --chat` made.
+    """Return whether the data are chats: files of --chat, or data sets made by `preprocess --chat`.
 
     Raises:
-        ValueError: some datasets are chats and others are not.
+        ValueError: some data sets are chats and others are not.
     """
     if args.chat is not None:
         return True
@@ -288,7 +294,7 @@ def reads_chats(args: Namespace) -> bool:
 
 
 def make_chats(args: Namespace) -> None:
-    """Make --chat a dataset, on one rank, and --data-path its prefix; the others wait, since they read the same file.
+    """Tokenize --chat to a data set on one rank and set --data-path to it. The other ranks wait and read the same file.
 
     Raises:
         ValueError: the files or the tokenizer cannot be used.
@@ -318,7 +324,7 @@ def make_chats(args: Namespace) -> None:
 
 
 def _await(prefix: str, done: Path, minutes: int) -> None:
-    """Wait until another rank has made a dataset. Raises ValueError where its files have not grown for some minutes."""
+    """Wait until another rank has built a dataset. Raise ValueError if its files have not grown for some minutes."""
     sizes, since = dict[str, int](), monotonic()
     while not done.is_file():
         known = sizes
@@ -338,12 +344,12 @@ OF_POSITIONS = ("tokens", "labels", "loss_mask", "position_ids", "documents")
 
 
 class PackedChats(MegatronDataset):
-    """Rows of chats: each is a document, and the labels that count are the tokens that count.
+    """Rows of packed chats. Each chat is a document, and only labels that count are trained on.
 
-    A chat of n tokens has n - 1 positions, since its last token is a label alone; longer ones than a row are cut to it.
-    Under context parallelism a chat takes a multiple of 2R positions for R ranks. What is left of a row is a document
-    of padding. Rows are packed once, and each epoch draws their order from the seed. Two chats in a row of seven, where
-    tokens from 50 on count:
+    A chat of n tokens has n - 1 positions, because its last token is only a label. Chats longer than a row are
+    truncated. Under context parallelism with R ranks, a chat is padded to a multiple of 2R positions. The rest of a row
+    is a padding document. Rows are packed once, and each epoch shuffles them by the seed. Two chats in a row of seven,
+    where tokens from 50 on count:
 
         tokens      1  2 50 51 | 3  4 60 | 0      the chats are 1 2 50 51 52 and 3 4 60 61
         labels      2 50 51 52 | 4 60 61 | 0
@@ -418,14 +424,14 @@ def _order(seed: int, rows: int, epoch: int) -> list[int]:
 
 
 def tokens_and_counts(dataset: IndexedDataset, document: int) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a chat, and whether each counts."""
+    """Return the tokens of a chat and whether each counts."""
     first, end = dataset.document_indices[document : document + 2]
     sequences, modes = dataset[first:end]
     return np.concatenate(sequences), np.repeat(modes == COUNTS, [len(sequence) for sequence in sequences])
 
 
 def lengths_and_counted(dataset: IndexedDataset, positions: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of every chat, and how many of its labels count where it is cut to so many positions."""
+    """Return the number of tokens of every chat, and of labels that count after truncation to this many positions."""
     sizes, firsts = dataset.sequence_lengths.astype(np.int64), dataset.document_indices[:-1]
     lengths = np.add.reduceat(sizes, firsts)
     starts = sizes.cumsum() - sizes
@@ -435,10 +441,10 @@ def lengths_and_counted(dataset: IndexedDataset, positions: int) -> tuple[np.nda
 
 
 def counted_part(prefix: str, positions: int) -> list[str]:
-    """Lines that say how many tokens of a dataset of chats count, and which do not.
+    """Return lines that report how many tokens of a data set of chats count, and which do not.
 
     Raises:
-        ValueError: none does.
+        ValueError: no token counts.
     """
     dataset, about = IndexedDataset(prefix, multimodal=True), read_sidecar(prefix)
     lengths, counted = lengths_and_counted(dataset, positions)
@@ -462,7 +468,7 @@ def counted_part(prefix: str, positions: int) -> list[str]:
 
 
 def example(prefix: str, tokenizer: str, trust_remote_code: bool = False) -> str:
-    """The text of the first chat of a dataset, with what counts in white brackets; `tokenizer` is a folder."""
+    """Return the text of the first chat with the tokens that count in white brackets; `tokenizer` is a folder."""
     ids, counts = tokens_and_counts(IndexedDataset(prefix, multimodal=True), 0)
     document = Counted(ids.tolist(), spans_of(counts))
     return marked(read_tokenizer(Path(tokenizer), trust_remote_code), document)

@@ -1,7 +1,7 @@
-"""Room on the disk of --save: for a checkpoint before the first step, and where a save has failed.
+"""Free space on the disk of --save: checked before the first step, and to explain a failed save.
 
-A checkpoint has all weights and, of parameters that are trained, the optimizer's state: two moments of Adam or one of
-SGD, and the weights in float32 where they are trained in fewer bits.
+A checkpoint has all weights and, for trained parameters, the optimizer state: two moments for Adam or one for SGD, and
+float32 weights if training uses fewer bits.
 """
 
 import errno
@@ -18,17 +18,17 @@ from megatron_mtp.megatron.checkpoint.reader import root_of
 from megatron_mtp.training.short_log import say
 
 MOMENTS = {"adam": 2, "sgd": 1}
-"""Numbers in float32 that an optimizer keeps for each that it trains; other optimizers count as none."""
+"""Float32 numbers that an optimizer keeps for each trained parameter; optimizers that are not listed count as zero."""
 
 LEFT = 2**20
-"""A disk with less is full: the files of a checkpoint have buffers of about that size."""
+"""Free bytes below which a disk counts as full: the files of a checkpoint have buffers of about this size."""
 
 
 def check_room(args: Namespace, chunks: Iterable[torch.nn.Module], has_optimizer: bool) -> None:
-    """Compare the checkpoints of a run with the disk that they go to; all ranks call it before the first step.
+    """Check that the disk has space for the run's checkpoints. All ranks call it before the first step.
 
     Raises:
-        InputError: the disk has no room for one.
+        InputError: the disk has no space for one checkpoint.
     """
     if args.save is None or "://" in args.save:
         return
@@ -51,7 +51,7 @@ def check_room(args: Namespace, chunks: Iterable[torch.nn.Module], has_optimizer
 
 
 def checkpoint_bytes(args: Namespace, chunks: Iterable[torch.nn.Module], has_optimizer: bool) -> int:
-    """What the parameters of this rank add to a checkpoint; experts count for those of the ranks beside it, too."""
+    """Return the bytes that this rank's parameters add to a checkpoint, with experts of all expert-parallel ranks."""
     bytes_of_state = 4 * MOMENTS.get(args.optimizer, 0)
     total = 0
     for parameter in (one for chunk in chunks for one in chunk.parameters()):
@@ -64,17 +64,17 @@ def checkpoint_bytes(args: Namespace, chunks: Iterable[torch.nn.Module], has_opt
 
 
 def is_full(folder: Path, error: BaseException) -> bool:
-    """Whether a save failed because its disk is full; torch reports a file of an unexpected size then."""
+    """Return whether a save failed because the disk is full. torch reports a file of unexpected size in that case."""
     root = root_of(error)
     by_number = isinstance(root, OSError) and root.errno in (errno.ENOSPC, errno.EDQUOT)
     return by_number or shutil.disk_usage(there(folder)).free < LEFT
 
 
 def there(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """Return the folder, or its nearest ancestor that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def gib(size: int) -> str:
-    """A size for a sentence."""
+    """Format a size for a message."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

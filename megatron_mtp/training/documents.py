@@ -1,6 +1,6 @@
-"""Counts of acceptance by document: gathered over the ranks of an evaluation, put by source, and shown.
+"""Acceptance counts by document: gathered over the ranks of an evaluation, grouped by source, and printed.
 
-"documents" [S] of a sample of an evaluation has the number of every position's document (data/sources.py).
+In an evaluation's samples, "documents" [S] has the document number of every position (data/sources.py).
 
 Letters in names: N documents, D depths.
 """
@@ -19,23 +19,23 @@ from megatron_mtp.common.acceptance import EXPECTED_LENGTH, BySource, figures_of
 from megatron_mtp.data.sources import sources_of
 
 Documents = tuple[Tensor, Tensor]
-"""Numbers of documents [N], and their counts of acceptance [N, 4, D]."""
+"""Document numbers [N], and their acceptance counts [N, 4, D]."""
 
 
 def named_prefixes(args: Namespace) -> list[str]:
-    """The prefixes of all data sets that flags name."""
+    """Return the prefixes of all data sets named by flags."""
     blend, per_split = get_blend_and_blend_per_split(args)
     return [prefix for one in (blend, *(per_split or ())) if one is not None for prefix in one[0]]
 
 
 def gathered(documents: Mapping[str, Sequence[Documents]]) -> dict[str, dict[int, Tensor]]:
-    """The counts [4, D] of every document, by its number, over all ranks that share the evaluation.
+    """Gather the counts [4, D] of every document, by document number, over all ranks of the evaluation.
 
-    The first tensor-parallel rank alone knows the documents; the others receive them. Documents of which no position
-    counts are left out.
+    Only the first tensor-parallel rank knows the documents and broadcasts them. Documents without unmasked positions
+    are left out.
 
     Args:
-        documents: of every batch of this rank, by the name of what drafts.
+        documents: documents of every batch of this rank, by drafter name.
     """
     own = {name: [(numbers_N.cpu(), counts.cpu()) for numbers_N, counts in of] for name, of in documents.items()}
     group = mpu.get_data_parallel_group(with_context_parallel=True)
@@ -55,7 +55,7 @@ def gathered(documents: Mapping[str, Sequence[Documents]]) -> dict[str, dict[int
 
 
 def by_source(documents: Mapping[int, Any], args: Namespace) -> dict[str, dict[int, Any]]:
-    """Something of every document by its source; `args` name the data sets."""
+    """Group values of documents by source; `args` name the data sets."""
     found: dict[str, dict[int, Any]] = {}
     for (number, each), source in zip(
         documents.items(), sources_of(list(documents), named_prefixes(args)), strict=True
@@ -65,14 +65,14 @@ def by_source(documents: Mapping[int, Any], args: Namespace) -> dict[str, dict[i
 
 
 MOST_CONTEXTS = 64
-"""Numbers of a group's contexts are those of the group times this, and more."""
+"""Multiplier that maps a group's number to the numbers of its contexts."""
 
 
 def numbers_of_contexts(document_BS: Tensor, lengths: Sequence[int]) -> Tensor:
-    """In the place of documents: the group of a row by the document that it begins with, and the context of a position.
+    """Return group and context of each position instead of documents: the group is the row's first document.
 
-    Context 0 has at most the first of `lengths` tokens, the position's own among them, and the last one has more than
-    all of them.
+    A position is in context 0 if its document has at most `lengths[0]` tokens up to and including it, and so on; the
+    last context has no upper bound.
     """
     tokens_S = torch.arange(1, document_BS.size(1) + 1, device=document_BS.device)
     context_S = torch.bucketize(tokens_S, torch.tensor(lengths, device=document_BS.device))
@@ -80,7 +80,7 @@ def numbers_of_contexts(document_BS: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def by_context(groups: Mapping[int, Any], lengths: Sequence[int]) -> dict[str, dict[int, Any]]:
-    """Something of every group and context, by the lengths that the context is of."""
+    """Group values by context, labelled by context length."""
     bounds = list(map(str, lengths))
     names = [f"to {bounds[0]}", *(f"{low} to {high}" for low, high in pairwise(bounds)), f"above {bounds[-1]}"]
     found: dict[str, dict[int, Any]] = {name: {} for name in names}
@@ -90,7 +90,7 @@ def by_context(groups: Mapping[int, Any], lengths: Sequence[int]) -> dict[str, d
 
 
 def source_table(sources: BySource, title: str = "source") -> str:
-    """Expected accepted length and acceptance by source, with standard errors of bootstraps over documents."""
+    """Format expected accepted length and acceptance by source, with bootstrap standard errors over documents."""
     lines = [f"{title:24} documents   {EXPECTED_LENGTH}   acceptance by depth"]
     for name, documents in sources.items():
         figures = figures_of(list(documents.values()))

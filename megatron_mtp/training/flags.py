@@ -1,16 +1,16 @@
-"""The flags of the MTP layers, added to any parser without importing Megatron; and flags from a file.
+"""Flags of the MTP layers, for any parser and without importing Megatron; and flags from a YAML file.
 
-`--config run.yaml` has the flags of a run in a file, read into the words of a command line:
+`--config run.yaml` reads the flags of a run from a file:
 
-    model:                       # names of sections are free, and change nothing
-      num-layers: 4              # --num-layers 4; num_layers is the same
+    model:                       # section names are free and have no effect
+      num-layers: 4              # --num-layers 4; num_layers is equivalent
       swiglu: true               # --swiglu; false leaves it out
     data:
       data-path: [0.7, a, 0.3, b]    # --data-path 0.7 a 0.3 b
     lr: 1e-3
 
-`--no-swiglu` on the command line unsets a switch that the file sets. Values are taken as they are written, so that
-90,10,0 and 1e-3 stay what they are.
+`--no-swiglu` on the command line unsets a switch from the file. Values are read as text, so 90,10,0 and 1e-3 are not
+converted.
 """
 
 from argparse import ArgumentParser, BooleanOptionalAction, _ActionsContainer
@@ -61,11 +61,11 @@ OF_OTHER_TRAINERS = {
     **dict.fromkeys(("--dataset", "--train-file", "--train-data-file"), _CORPUS),
     "--gradient-checkpointing": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
-"""Flags of other trainers, and what to give in their place."""
+"""Flags of other trainers, and what to use instead."""
 
 
 def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Megatron's `extra_args_provider`: one flag for every field of `MTPConfig`."""
+    """Add one flag for every field of `MTPConfig`. Used as Megatron's `extra_args_provider`."""
     add_foreign_flags(parser, OF_OTHER_TRAINERS)
     parser.parse_args = MethodType(Parser.parse_args, parser)  # type: ignore[method-assign]
     parser.error = MethodType(Parser.error, parser)  # type: ignore[method-assign]  # Megatron's usage is 900 lines
@@ -91,7 +91,7 @@ def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def add_chat_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """The flags of `train` for chats; `--data-path` takes those that `preprocess --chat` has made into a dataset."""
+    """Add the chat flags of `train`. For chats that `preprocess --chat` has tokenized, use `--data-path`."""
     group = parser.add_argument_group("chats (megatron-mtp)")
     group.add_argument(
         "--chat",
@@ -110,11 +110,11 @@ def add_chat_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 CHAT_FLAGS = ("chat_count_empty_thinking", "chat_mask_history", "chat_skip_bad_lines")
-"""Flags that change nothing without --chat."""
+"""Flags that have no effect without --chat."""
 
 
 def add_counting_arguments(group: _ActionsContainer) -> None:
-    """The flags of every verb that makes chats into a dataset."""
+    """Add the flags shared by all commands that tokenize chats to a data set."""
     group.add_argument(
         "--chat-count-empty-thinking",
         action="store_true",
@@ -138,7 +138,7 @@ def add_counting_arguments(group: _ActionsContainer) -> None:
 
 
 def all_parser(program: str) -> ArgumentParser:
-    """A parser with Megatron's flags too; call `runtime.prepare` before."""
+    """Create a parser that has Megatron's flags too. Call `runtime.prepare` first."""
     from megatron.training.arguments import add_megatron_arguments
 
     return add_mtp_arguments(add_megatron_arguments(ArgumentParser(program)))
@@ -147,17 +147,17 @@ def all_parser(program: str) -> ArgumentParser:
 # --- --config --------------------------------------------------------------------------------------------------------
 
 NOT_IN_A_FILE = {"config", "dry-run", "help", "help-megatron", "list-losses", "recipe", "verbose"}
-"""Flags that act before the file is read."""
+"""Flags that take effect before the file is read."""
 
 SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def flags_of(file: Path, parser: ArgumentParser) -> list[str]:
-    """The flags of the file as words of a command line; `parser` has all flags that there are.
+    """Convert the flags of a file to command-line words; `parser` has all flags.
 
     Raises:
-        ValueError: the file cannot be read, names an unknown flag or a flag twice, or gives a value that the flag does
-            not take.
+        ValueError: the file cannot be read, has an unknown flag, a flag twice, or a value that the flag does not
+            accept.
     """
     try:
         root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
@@ -196,7 +196,10 @@ def flags_of(file: Path, parser: ArgumentParser) -> list[str]:
 
 
 def named_flags(words: list[str], parser: ArgumentParser) -> set[str]:
-    """Names of the arguments that these words give, with hyphens; flags may be abbreviated, as argparse allows."""
+    """Return the names of the arguments that these words set, with hyphens.
+
+    Abbreviated flags are resolved as by argparse.
+    """
     known = parser._option_string_actions
     names = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
     actions = [action for flag, action in known.items() if flag in names]
@@ -206,7 +209,7 @@ def named_flags(words: list[str], parser: ArgumentParser) -> set[str]:
 
 
 def without_unset(words: list[str], typed: list[str], parser: ArgumentParser) -> tuple[list[str], list[str]]:
-    """The words of a file and of the command line, without the file's switches that `--no-X` unsets there."""
+    """Join the words of a file and of the command line, without switches that `--no-X` unsets."""
     known = parser._option_string_actions
     switches = {word for word in words if word in known and known[word].nargs == 0}
     unset = {f"--no-{word[2:]}": word for word in switches if f"--no-{word[2:]}" not in known}
@@ -215,7 +218,7 @@ def without_unset(words: list[str], typed: list[str], parser: ArgumentParser) ->
 
 
 def _entries(node: yaml.Node) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
-    """Keys and values, also those of sections."""
+    """Yield keys and values, including those of sections."""
     if not isinstance(node, yaml.MappingNode):
         raise ValueError("it holds no keys with values; write lines such as 'num-layers: 4'")
     for key, value in node.value:

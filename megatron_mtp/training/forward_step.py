@@ -1,7 +1,7 @@
-"""The forward step that Megatron's schedule calls for every microbatch: batch -> model -> loss function.
+"""Forward step that Megatron's schedule calls for every microbatch: batch -> model -> loss function.
 
-`ForwardStep` is what `pretrain()` takes as `forward_step_func`. `get_batch` reads a rank's microbatch with Megatron's
-loader, gives it the entries of all MTP layers, and cuts it for context parallelism.
+`ForwardStep` is the `forward_step_func` of `pretrain()`. `get_batch` reads a rank's microbatch with Megatron's loader,
+adds the entries of all MTP layers, and slices it for context parallelism.
 
 Letters in names: D depths, S sequence, B batch.
 """
@@ -57,12 +57,12 @@ if TYPE_CHECKING:
     from megatron_mtp.training.state_cache import StateCache
 
 SPIKE = 10
-"""`--check-for-spiky-loss` reports a loss that is this many times the largest so far."""
+"""Factor over the largest loss so far at which `--check-for-spiky-loss` reports a loss."""
 
 
 @dataclass(frozen=True)
 class _Learner:
-    """Facts of a draft head that are the same in every step.
+    """Constants of a draft head that are the same in every step.
 
     Attributes:
         weights: of depth 1 .. D, where lambda is 1.
@@ -79,13 +79,13 @@ class _Learner:
 
     @property
     def figures(self) -> str:
-        """What its figures are called by."""
+        """Return the prefix of its metrics."""
         return HEADS[self.head.name]
 
 
 @dataclass
 class ForwardStep:
-    """Megatron's `forward_step_func`, with the settings and the metrics of this run."""
+    """Megatron's `forward_step_func`, with the settings and metrics of this run."""
 
     settings: MTPConfig
     metrics: Metrics
@@ -94,19 +94,19 @@ class ForwardStep:
 
     @cached_property
     def _phases(self) -> list[list[_Learner]]:
-        """The learners of every phase of --mtp-loss: one for every draft head."""
+        """Return the learners of every phase of --mtp-loss: one for every draft head."""
         args = get_args()
         sizes = trained_depths(args), drafted_steps(args)
         return [[_Learner.of(head) for head in heads_of(phase, *sizes)] for phase in self.settings.phases()]
 
     @property
     def _learners(self) -> list[_Learner]:
-        """Those of this step's phase."""
+        """Return the learners of this step's phase."""
         return self._phases[self._phase]
 
     @property
     def _phase(self) -> int:
-        """The phase of this step, in an evaluation of the step before it; --skip-train has the last one."""
+        """Return the phase of this step; in an evaluation, of the step before it; with --skip-train, the last one."""
         args = get_args()
         if len(self._phases) == 1 or args.skip_train:
             return -1
@@ -116,7 +116,7 @@ class ForwardStep:
     def __call__(
         self, data_iterator: Iterator[Any] | None, model: Any, return_schedule_plan: bool = False
     ) -> tuple[Any, Callable[[Any], Any]]:
-        """The model's output, or Megatron's plan of the forward pass, and the function that makes a loss of it."""
+        """Return the model's output, or Megatron's schedule plan of the forward pass, and the loss function."""
         self._name_phase()
         timers = get_timers()
         timers("batch-generator", log_level=2).start()
@@ -161,7 +161,7 @@ class ForwardStep:
             self._cache.close()
 
     def loss(self, output: ObjectiveOutput) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Megatron's loss function: the loss, the tokens to divide it by, and what to log, each as [sum, tokens]."""
+        """Return the loss, the number of tokens to divide it by, and [sum, tokens] of every logged value."""
         args = get_args()
         per_token, loss = args.calculate_per_token_loss, output.loss
         if not per_token:
@@ -181,7 +181,7 @@ class ForwardStep:
         return loss, tokens.detach().int(), report
 
     def _name_phase(self) -> None:
-        """Where a phase of several begins, or a run goes on in it, let the log name its loss: its figures change."""
+        """Log the loss of a phase when it begins or a run resumes in it, because its metrics change."""
         if len(self._phases) == 1 or not torch.is_grad_enabled() or self._phase == self._named:
             return
         args, self._named = get_args(), self._phase
@@ -190,7 +190,7 @@ class ForwardStep:
             say(f"> from step {args.curr_iteration + 1} on --mtp-loss is {name}")
 
     def _batches(self, whole: DepthBatch) -> list[DepthBatch]:
-        """The microbatch of every head, with what it draws in this step; of a trunk alone as it is."""
+        """Return the microbatch of every head, with its random draws of this step; unchanged for a trunk alone."""
         args = get_args()
         seed = args.seed, args.curr_iteration if torch.is_grad_enabled() else 0
         positions = whole.positions_S.numel() * args.context_parallel_size
@@ -200,7 +200,7 @@ class ForwardStep:
         return made or [whole]
 
     def _objective(self) -> NextTokensObjective:
-        """The objective of this step."""
+        """Return the objective of this step."""
         args, settings = get_args(), self.settings
         step = args.curr_iteration if torch.is_grad_enabled() else 0  # --skip-train knows no step
         interval = settings.mtp_acceptance_interval
@@ -228,7 +228,7 @@ def _fraction(learner: _Learner) -> float:
 
 
 def _base_share(learner: _Learner) -> float:
-    """What logits without the bias have of the loss of this step."""
+    """Return the share of logits without the bias in the loss of this step."""
     kind, args = learner.head.settings.kind, get_args()
     if kind is None or kind.base_share is None or not torch.is_grad_enabled():
         return 0.0
@@ -236,7 +236,7 @@ def _base_share(learner: _Learner) -> float:
 
 
 def _validate(loss: Tensor) -> None:
-    """The checks of a microbatch's loss that Megatron's own forward step makes."""
+    """Run the checks of a microbatch's loss that Megatron's own forward step makes."""
     args = get_args()
     machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
@@ -261,11 +261,11 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask",
 def get_batch(
     data_iterator: Iterator[Any] | None, vp_stage: int | None, count: int, keeps_states: bool = False
 ) -> tuple[dict[str, Any], DepthBatch | None]:
-    """This rank's part of the next microbatch, with so many MTP layers' entries where there are labels.
+    """Return this rank's part of the next microbatch, with the entries of this many MTP layers if it has labels.
 
-    Keys are Megatron's: `tokens`, `labels`, `loss_mask` and `position_ids` [B, S], `attention_mask`, and of packed rows
-    `cu_seqlens` and `cu_seqlens_padded`, which stay on the host. On a stage that needs no data every entry is None.
-    With `keeps_states`, `rows` names the rows, for --mtp-state-cache.
+    Keys are Megatron's: `tokens`, `labels`, `loss_mask` and `position_ids` [B, S], `attention_mask`, and for packed
+    rows `cu_seqlens` and `cu_seqlens_padded`, which stay on the host. On a stage that needs no data, every entry is
+    None. With `keeps_states`, `rows` identifies the rows for --mtp-state-cache.
     """
     args = get_args()
     if not reads_data(vp_stage):
@@ -330,7 +330,7 @@ def get_batch(
 
 
 def _documents(batch: dict[str, Any]) -> Tensor | None:
-    """The document of every position, [B, S], or [1, B * S] of packed rows; None where documents do not matter."""
+    """Return the document of every position, [B, S], or [1, B * S] of packed rows; None if documents do not matter."""
     args = get_args()
     if batch["cu_seqlens"] is not None:
         rows = documents_from_offsets(batch["cu_seqlens"], batch["cu_seqlens_padded"], batch["labels"].size(1))
@@ -341,7 +341,7 @@ def _documents(batch: dict[str, Any]) -> Tensor | None:
 
 
 def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:
-    """Megatron's description of packed rows for attention; None for other batches."""
+    """Return Megatron's `packed_seq_params` of packed rows; None for other batches."""
     if batch["cu_seqlens"] is None:
         return None
     bounds, device = _offsets(batch), torch.device(torch.cuda.current_device())
@@ -363,7 +363,7 @@ def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:
 
 
 def _offsets(batch: dict[str, Any]) -> Tensor:
-    """Starts of the documents of a packed row, and its end, with padding, as attention needs them."""
+    """Return the starts of a packed row's documents, and its end, with padding, as attention needs them."""
     return batch["cu_seqlens"] if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"]
 
 
@@ -371,28 +371,31 @@ def _offsets(batch: dict[str, Any]) -> Tensor:
 
 
 def reads_data(vp_stage: int | None) -> bool:
-    """Return whether this pipeline stage reads batches, so that its data sets are built."""
+    """Return whether this pipeline stage reads batches and needs its data sets."""
     return reads_packed_rows() or reads_positions(vp_stage)
 
 
 def reads_packed_rows() -> bool:
-    """Return whether rows are packed: attention on every stage needs the starts of documents."""
+    """Return whether rows are packed, so that attention on every stage needs the start of each document."""
     return is_packed(get_args())
 
 
 def is_packed(args: Namespace) -> bool:
-    """Return whether rows are packed, by arguments that are not Megatron's yet."""
+    """Return whether rows are packed, from arguments that Megatron has not processed yet."""
     return bool(args.dataloader_inter_document_masking or args.reads_chats)
 
 
 def reads_positions(vp_stage: int | None) -> bool:
-    """Return whether a stage reads tokens or labels, beside the offsets of packed rows."""
+    """Return whether a stage reads tokens or labels in addition to the offsets of packed rows."""
     return is_first_or_last_pipeline_stage(vp_stage) or reads_everything(vp_stage)
 
 
 def reads_everything(vp_stage: int | None) -> bool:
-    """Return whether a stage reads tokens, labels and all other entries: for MTP layers, for the ends of documents in
-    their losses, or for attention within documents, which Megatron's own script has on two stages alone."""
+    """Return whether a stage reads tokens, labels and all other entries.
+
+    MTP layers need them, and so do document boundaries in their losses and attention within documents, which Megatron's
+    own script supports only on two stages.
+    """
     args = get_args()
     if holds_mtp_depths(vp_stage) or args.reset_attention_mask:
         return True
@@ -400,7 +403,7 @@ def reads_everything(vp_stage: int | None) -> bool:
 
 
 def holds_mtp_depths(vp_stage: int | None) -> bool:
-    """Return whether the MTP layers live on this pipeline stage."""
+    """Return whether the MTP layers are on this pipeline stage."""
     from megatron.training.arguments import core_transformer_config_from_args
 
     args = get_args()

@@ -1,7 +1,7 @@
-"""The checkpoint that a run loads, checked before a model is built, and the draft vocabulary that it or the flags give.
+"""Checks of the checkpoint to load, before a model is built, and the draft vocabulary from checkpoint or flags.
 
-Megatron starts from random weights where there is nothing to load, and ends with status 0 where it cannot read what is
-there.
+Without these checks, Megatron starts from random weights if there is nothing to load, and exits with status 0 if it
+cannot read a checkpoint.
 """
 
 import zipfile
@@ -36,16 +36,16 @@ from megatron_mtp.training.short_log import say
 
 FLAGS = {"load": "--load", "pretrained_checkpoint": "--pretrained-checkpoint"}
 POSITIONS = ("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved")
-"""Arguments that say how positions turn queries and keys, beside those of a scaling."""
+"""Arguments of rotary positions, without those of a scaling."""
 OTHER_FORMATS = ("torch_dcp", "fsdp_dtensor")
 """Formats without `metadata.json`; Megatron reads them by --ckpt-format."""
 
 
 def check_load(args: Namespace, mends: bool = True) -> None:
-    """Check whether what --load and --pretrained-checkpoint name is there and whole; `mends` an empty tracker.
+    """Check that the checkpoints of --load and --pretrained-checkpoint are complete; `mends` repairs an empty tracker.
 
     Raises:
-        ValueError: it is not.
+        ValueError: a checkpoint is missing or incomplete.
     """
     if mends and args.load is not None and (repaired := repair_tracker(Path(args.load))) is not None and args.rank == 0:
         say(f"> a save to {args.load} was cut short; going on from iteration {repaired}, its newest whole one")
@@ -70,7 +70,7 @@ def _refuse(flag: str, folder: Path) -> NoReturn:
 
 
 def _starts_anew(args: Namespace, folder: Path) -> bool:
-    """Return whether the run loads what it saves itself, and has not saved yet."""
+    """Return whether the run loads from its own save folder and has not saved yet."""
     if args.non_persistent_ckpt_type is not None:
         return True  # Megatron looks elsewhere first
     is_free = folder.is_dir() or not (folder.exists() or folder.is_symlink())
@@ -97,7 +97,7 @@ def _check_checkpoint(args: Namespace, flag: str, folder: Path) -> None:
 
 
 def _check_layout(args: Namespace, stored: Namespace | None, iteration: Path) -> None:
-    """Check whether a checkpoint with a file a rank was saved by as many ranks of each kind."""
+    """Check whether a checkpoint with one file per rank was saved by as many ranks of each kind."""
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         own, theirs = getattr(args, name), getattr(stored, name, None)
         if theirs not in (None, own):
@@ -108,21 +108,22 @@ def _check_layout(args: Namespace, stored: Namespace | None, iteration: Path) ->
 
 
 def loaded_iteration(args: Namespace) -> tuple[str, Path] | None:
-    """The argument (a key of FLAGS) that names the checkpoint which the run starts from, and the iteration's folder."""
+    """Return the argument (a key of FLAGS) that names the checkpoint to start from, and the folder of its iteration."""
     name = next((name for name in FLAGS if checkpoint_exists(getattr(args, name))), None)
     return None if name is None else (name, Path(get_load_checkpoint_path_by_args(args, name)))
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What a run takes of the checkpoint that it starts from.
+    """What a run loads from the checkpoint that it starts from.
 
     Attributes:
-        absent: layers that the checkpoint lacks, by draft head; all of a drafter's are number 0.
-        draft_vocabulary: the tokens [N] that the heads draft, ascending; None for all.
-        new_heads: whether the checkpoint lacks them, so that rows of a head's own are new.
-        finetune: whether the run starts as with --finetune, since the state of the optimizer is that of other layers.
-        messages: lines for the user.
+        absent: layers that the checkpoint lacks, for the MTP layers or each drafter; a drafter's layers are all number
+            0.
+        draft_vocabulary: tokens [N] that can be drafted, ascending; None for all.
+        new_heads: whether the checkpoint lacks the MTP layers or drafters, so their own output rows are new.
+        finetune: whether the run starts as with --finetune, because the optimizer state belongs to other layers.
+        messages: lines to print.
     """
 
     absent: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -132,16 +133,16 @@ class LoadPlan:
     messages: tuple[str, ...] = ()
 
     def then(self, message: str, **changes: Any) -> "LoadPlan":
-        """With a further line, and other changes."""
+        """Return a copy with an additional message and other changes."""
         return replace(self, messages=(*self.messages, message), **changes)
 
 
 def plan_load(args: Namespace, settings: MTPConfig) -> LoadPlan:
-    """The plan of a run with these arguments and settings; a checkpoint without its heads starts a new run.
+    """Plan what a run loads. If the checkpoint lacks its MTP layers or drafter, the run starts at step 0.
 
     Raises:
-        ValueError: the checkpoint has another trunk, other MTP layers or positions than this run, or the flags of the
-            draft vocabulary do not fit it, the data, the vocabulary or the layout.
+        ValueError: the checkpoint has a different trunk, MTP layers or positions than this run, or the draft vocabulary
+            flags do not fit the checkpoint, the data, the vocabulary or the layout.
     """
     plan, found = LoadPlan(finetune=args.finetune), loaded_iteration(args)
     if found is not None:
@@ -150,7 +151,7 @@ def plan_load(args: Namespace, settings: MTPConfig) -> LoadPlan:
 
 
 def _of_layers(plan: LoadPlan, args: Namespace, settings: MTPConfig, name: str, folder: Path) -> LoadPlan:
-    """With the layers that the iteration lacks, which the argument `name` gives."""
+    """Return the plan with layers that the iteration lacks, as the argument `name` says."""
     source = f"{FLAGS[name]} {getattr(args, name)}"
     common: dict[str, Any] = {}
     has_drafter = False
@@ -184,7 +185,7 @@ def _of_layers(plan: LoadPlan, args: Namespace, settings: MTPConfig, name: str, 
 def _of_changed_layers(
     plan: LoadPlan, args: Namespace, settings: MTPConfig, folder: Path, common: dict[str, Any]
 ) -> LoadPlan:
-    """With the MTP layers that the checkpoint lacks.
+    """Return the plan with the MTP layers that the checkpoint lacks.
 
     A run goes on with more or fewer layers: the state of the optimizer is that of the others. From a checkpoint without
     any it starts anew.
@@ -193,7 +194,7 @@ def _of_changed_layers(
         plan: so far.
         args, settings: the run's.
         folder: of the iteration.
-        common: what it stores beside tensors; empty for a format that is not a list of tensors.
+        common: what it stores in addition to tensors; empty for a format that is not a list of tensors.
 
     Raises:
         ValueError: the checkpoint has other layers, or the state of its optimizer cannot be taken apart.
@@ -224,7 +225,7 @@ def _of_changed_layers(
 
 
 def _check_drafter(folder: Path, stored: Namespace, args: Namespace) -> None:
-    """Check whether the drafter of an iteration, which was trained with the stored arguments, is that of the run.
+    """Check whether the drafter of an iteration, with its stored training arguments, matches the run's.
 
     Raises:
         ValueError: it is of another kind or size, or reads other layers.
@@ -239,12 +240,12 @@ def _check_drafter(folder: Path, stored: Namespace, args: Namespace) -> None:
 
 
 def _has_layers(args: Namespace) -> bool:
-    """True if the run has MTP layers: a drafter alone stands in their place."""
+    """Return whether the run has MTP layers, and not only a drafter."""
     return args.mtp_num_layers is not None and (args.drafter is None or stands_beside(args))
 
 
 def _left_out(args: Namespace, stored: Namespace) -> str:
-    """Parts of a checkpoint with a drafter that the run neither trains nor saves, in words; empty for none."""
+    """Describe parts of a checkpoint with a drafter that the run neither trains nor saves; empty for none."""
     parts = {"MTP layers": stands_beside(stored) and not _has_layers(args), "a drafter": args.drafter is None}
     return " and ".join(part for part, is_left in parts.items() if is_left)
 
@@ -256,7 +257,7 @@ def _words(value: Any) -> str:
 
 
 def _check_layers(args: Namespace, stored: Namespace, said: str) -> None:
-    """Check whether the checkpoint's trunk has the layers of this run, where one of them is a hybrid."""
+    """Check whether the checkpoint's trunk has the layers of this run, if one of them is a hybrid."""
     own, theirs = (getattr(each, "hybrid_layer_pattern", None) for each in (args, stored))
     if theirs is not None and own is None:
         raise ValueError(f"{said} a hybrid model; give its --hybrid-layer-pattern '{theirs}'.")
@@ -297,10 +298,10 @@ def _check_gpt_as_hybrid(pattern: str, stored: Namespace, said: str) -> None:
 
 
 def check_positions(plan: LoadPlan, args: Namespace, stored: Namespace, source: str) -> LoadPlan:
-    """The plan, with a line for each rotary setting that is not that of the training.
+    """Return the plan with a message for each rotary setting that differs from the checkpoint's training.
 
     Raises:
-        ValueError: there is one, and the run goes on with the training in the place of starting anew.
+        ValueError: a setting differs and the run resumes the training rather than starting a new one.
     """
     for name in (*POSITIONS, *scaling_arguments(bool(args.multi_latent_attention))):
         own = getattr(args, name, None)
@@ -323,7 +324,7 @@ def check_positions(plan: LoadPlan, args: Namespace, stored: Namespace, source: 
 def _of_draft_vocabulary(
     plan: LoadPlan, args: Namespace, settings: MTPConfig, loaded: tuple[str, Path] | None
 ) -> LoadPlan:
-    """With the tokens that are drafted; every rank computes the same list, before there is a process group.
+    """Return the plan with the draft vocabulary; every rank computes the same list, before there is a process group.
 
     Raises:
         ValueError: the flags do not fit the checkpoint, the data, the vocabulary or the layout.
@@ -353,7 +354,7 @@ def _of_draft_vocabulary(
 
 
 def _stored_draft_vocabulary(folder: Path, args: Namespace) -> Tensor | None:
-    """The tokens that the checkpoint drafts: a drafter and the MTP layers beside it have one list.
+    """Return the tokens that the checkpoint drafts; a drafter and MTP layers in one checkpoint share a list.
 
     Raises:
         ValueError: they have two.
@@ -402,7 +403,7 @@ def _counted(args: Namespace, size: int) -> tuple[list[int], str]:
 
 
 def _check_slices(tokens: list[int], args: Namespace) -> None:
-    """Refuse a slice of the head without drafted tokens: every tensor-parallel rank drafts from its own."""
+    """Refuse a slice of the head without drafted tokens: every tensor-parallel rank drafts from its own slice."""
     ranks = args.tensor_model_parallel_size
     width = args.padded_vocab_size // ranks
     empty = [rank for rank in range(ranks) if not any(token // width == rank for token in tokens)]

@@ -1,10 +1,10 @@
-"""For a `pretrain_gpt.py` of one's own, as Megatron-LM's is since 0.19: two changed lines, and it trains MTP layers.
+"""Adds MTP training to Megatron-LM's own `pretrain_gpt.py` (since 0.19) with two changed lines.
 
     from megatron_mtp.training.megatron_lm import gpt_config_from_args, parse_and_validate_args, pretrain
 
-below the script's own imports, whose functions of these names they take the place of; and no `forward_step` in its
-call of `pretrain()`. docs/guides/from_megatron_lm.md shows both lines in place. The first of these functions that is
-called makes Megatron runnable on this machine (`megatron_mtp.megatron.runtime`).
+Put this line below the script's own imports, whose functions it replaces, and remove `forward_step` from its call of
+`pretrain()`. docs/guides/from_megatron_lm.md shows both changes. The first call of any of these functions makes
+Megatron runnable on this machine (`megatron_mtp.megatron.runtime`).
 """
 
 import sys
@@ -45,7 +45,7 @@ __all__ = [
 def parse_and_validate_args(
     extra_args_provider: ArgumentsProvider | None = None, args_defaults: dict[str, Any] | None = None
 ) -> Namespace:
-    """Megatron's function of this name, with the --mtp-* flags and their checks beside.
+    """Replacement of Megatron's function, with the --mtp-* flags and their checks.
 
     A flag with a value that is not allowed ends the program with one sentence and exit status 2.
     """
@@ -59,9 +59,10 @@ def gpt_config_from_args(
     config: TransformerConfig | None = None,
     model_config_cls: type[MTPGPTModelConfig] = MTPGPTModelConfig,
 ) -> MTPGPTModelConfig:
-    """Megatron's function of this name; the model's builder puts our block on the trunk.
+    """Replacement of Megatron's function. The builder of the returned configuration adds our MTP block to the trunk.
 
-    Ends the program with one sentence where a checkpoint lacks MTP layers, unless --mtp-init says how to make them.
+    Ends the program with one sentence if a checkpoint lacks MTP layers, unless --mtp-init specifies how to initialize
+    them.
     """
     made: MTPGPTModelConfig = _config_from_args(args, config, model_config_cls, MTPGPTModelConfig)
     return made
@@ -72,7 +73,7 @@ def hybrid_config_from_args(
     config: TransformerConfig | None = None,
     model_config_cls: type[MTPHybridModelConfig] = MTPHybridModelConfig,
 ) -> MTPHybridModelConfig:
-    """The configuration for Megatron's hybrid script, whose flags have a --hybrid-layer-pattern."""
+    """Return the configuration for Megatron's hybrid script, whose flags include --hybrid-layer-pattern."""
     made: MTPHybridModelConfig = _config_from_args(args, config, model_config_cls, MTPHybridModelConfig)
     return made
 
@@ -106,17 +107,19 @@ def pretrain(
     model_provider: None = None,
     **pretrain_arguments: Any,
 ) -> None:
-    """Megatron's function of this name, which takes neither a forward step nor a model provider: it has its own.
+    """Replacement of Megatron's function, with its own forward step and model provider.
 
     Args:
-        cfg_container: of Megatron's `pretrain_cfg_container_from_args`.
-        train_valid_test_dataset_provider: the script's own, of data sets whose samples have the keys of GPTDataset.
-        model_type: the only one there is.
-        forward_step_func, model_provider: None; they are named to say what is wrong in a call that has them still.
-        pretrain_arguments: others of Megatron's `pretrain()`, such as `store`.
+        cfg_container: result of Megatron's `pretrain_cfg_container_from_args`.
+        train_valid_test_dataset_provider: the script's own; samples need the keys of GPTDataset.
+        model_type: the only model type.
+        forward_step_func, model_provider: must be None; they exist only for a clear error in calls that still pass
+            them.
+        pretrain_arguments: other arguments of Megatron's `pretrain()`, such as `store`.
 
     Raises:
-        TypeError: one of them was given, or the model's configuration was made by Megatron's `gpt_config_from_args`.
+        TypeError: a forward step or model provider was passed, or the configuration is from Megatron's
+            `gpt_config_from_args`.
     """
     if forward_step_func is not None or model_provider is not None:
         raise TypeError(
@@ -138,7 +141,7 @@ def pretrain(
 
 
 def _check_prompts(args: Namespace, provider: Any) -> None:
-    """Raises ValueError where prompts shall be masked in data sets of the script's own, or drafted for."""
+    """Raise ValueError if prompts must be masked in the script's own datasets, or used to draft."""
     if args.mtp_mask_prompts and provider is not datasets_provider:
         raise ValueError(
             "--mtp-mask-prompts was given, and the script's own data sets do not read it; call pretrain() with the "
@@ -158,6 +161,6 @@ def model_provider(
     config: TransformerConfig | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> torch.nn.Module:
-    """A pipeline stage of the model that the global arguments describe, as Megatron's `get_model()` asks for it."""
+    """Build a pipeline stage of the model that the global arguments describe, for Megatron's `get_model()`."""
     model_config = _own_config(get_args(), config)
     return build(model_config, pg_collection, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)

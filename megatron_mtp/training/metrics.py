@@ -1,7 +1,7 @@
-"""Losses and acceptance by depth, gathered over a run: console table, TensorBoard, W&B, metrics.jsonl.
+"""Losses and acceptance by depth, collected over a run: console table, TensorBoard, W&B, metrics.jsonl.
 
-Every run has one `Metrics`, filled by its forward step; no class or module keeps state. Megatron's loop logs the losses
-to the console and the writers. Here they are kept for the file and the short log, together with acceptance, which the
+A run has one `Metrics`, filled by its forward step; there is no global state. Megatron's loop logs the losses to the
+console and the writers. This module also keeps them for the file and the short log, together with acceptance, which the
 loop does not log.
 """
 
@@ -42,19 +42,19 @@ from megatron_mtp.training.run_files import (
 from megatron_mtp.training.short_log import say
 
 MTP, DRAFTER = HEADS.values()
-"""What figures are called by: what drafts, and a drafter beside MTP layers."""
+"""Name prefixes of metrics: of the heads that draft, and of a drafter in addition to MTP layers."""
 
 Rates = dict[str, AcceptanceStats]
-"""Acceptance of what drafts, and of a drafter beside MTP layers: `MTP` and `DRAFTER`, where measured."""
+"""Acceptance of the heads that draft, and of a drafter in addition to MTP layers: `MTP` and `DRAFTER`, if measured."""
 
 MTP_GRAD_NORM = "mtp grad norm"
-"""Norm of the MTP layers' gradients, where they are clipped by themselves."""
+"""Norm of the MTP layers' gradients, if they are clipped separately."""
 
 MTP_RATE, LAMBDA = "mtp learning rate", "lambda"
-"""Learning rate of the MTP layers, where it is their own; weight of their loss, where it has a schedule."""
+"""Learning rate of the MTP layers, if they have their own; weight of their loss, if it has a schedule."""
 
 THROUGHPUT = "TFLOP/s/GPU"
-"""Megatron's count of a step's operations by its time, where --log-throughput asks for it."""
+"""Megatron's operations per second of a step, if --log-throughput is given."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class LogWindow:
     documents: dict[str, list[Documents]] = field(default_factory=dict)
 
     def add(self, report: dict[str, Tensor], counts: dict[str, Tensor], documents: dict[str, Documents]) -> None:
-        """Add what a step reported: sums and counts by name, and counts of acceptance [4, D] if they were measured."""
+        """Add a step's report: sums and counts by name, and acceptance counts [4, D] if measured."""
         for sums, new in ((self.losses, report), (self.acceptance, counts)):
             for name, each in new.items():
                 sums[name] = sums.get(name, 0) + each
@@ -75,11 +75,11 @@ class LogWindow:
 
     @property
     def idle(self) -> list[str]:
-        """Names of losses of which no position counted, on any rank; call `reduce` before."""
+        """Return the names of losses without unmasked positions on any rank. Call `reduce` first."""
         return [name for name, sum_and_tokens in self.losses.items() if sum_and_tokens[1] < 0.5]
 
     def reduce(self) -> tuple[dict[str, float], Rates]:
-        """Mean losses and rates over all data- and context-parallel ranks of this stage."""
+        """Compute mean losses and rates over all data- and context-parallel ranks of this stage."""
         group = mpu.get_data_parallel_group(with_context_parallel=True)
         losses = {}
         for name, sum_and_tokens in self.losses.items():
@@ -92,11 +92,11 @@ class LogWindow:
 
 @dataclass(frozen=True)
 class Step:
-    """A finished training step, as Megatron's loop reports it; the optimizer's figures may be absent.
+    """A finished training step, as reported by Megatron's loop. The optimizer's values may be missing.
 
     Attributes:
-        mtp: `MTP_GRAD_NORM`, `MTP_RATE` and `LAMBDA`, where there are such.
-        is_skipped: gradients overflowed.
+        mtp: `MTP_GRAD_NORM`, `MTP_RATE` and `LAMBDA`, if they apply.
+        is_skipped: whether gradients overflowed.
         operations: floating-point operations of all ranks.
     """
 
@@ -108,26 +108,26 @@ class Step:
     operations: float | None = None
 
     def figures(self) -> dict[str, float]:
-        """The figures by name, as rows of metrics.jsonl have them."""
+        """Return the values by name, as in metrics.jsonl."""
         named = {"learning rate": self.learning_rate, "grad norm": self.grad_norm, **self.mtp}
         return {name: float(value) for name, value in named.items() if value is not None}
 
 
 class Reporter(Protocol):
-    """Shows a run's figures while it trains; called only on the last rank."""
+    """Shows a run's metrics while it trains. Called only on the last rank."""
 
     def interval(self, row: dict[str, Any], rates: Rates) -> None:
-        """Training since the last call."""
+        """Report the training steps since the last call."""
 
     def evaluated_batch(self) -> None:
-        """A microbatch of an evaluation is done."""
+        """Report that a microbatch of an evaluation is done."""
 
     def evaluation(self, row: dict[str, Any], text: str, when: str) -> None:
-        """An evaluation is done; `text` is its table, and `when` is 'at step 140' or 'after the run'."""
+        """Report a finished evaluation. `text` is its table, and `when` is 'at step 140' or 'after the run'."""
 
 
 class PrintedTables(Reporter):
-    """The reporter with Megatron's own log: prints what that lacks."""
+    """Reporter for runs with Megatron's own log: prints what that log lacks."""
 
     @override
     def interval(self, row: dict[str, Any], rates: Rates) -> None:
@@ -147,22 +147,24 @@ class PrintedTables(Reporter):
 
 
 Measure = Callable[[Any, Namespace], dict[str, float]]
-"""From the model of a run, as Megatron's loop has it, and the arguments to further figures of an evaluation."""
+"""Function from the model of a run, as Megatron's loop has it, and the arguments to more metrics of an evaluation."""
 
 
 class Metrics:
-    """Gathers every microbatch's report and writes them out: training each log interval, evaluation at its end.
+    """Collects every microbatch's report and writes metrics: training at each log interval, evaluations at their end.
 
     Attributes:
-        evaluated: the row and the table of the last evaluation, on the rank that has the figures.
-        sources: the documents' counts of what drafts in the last evaluation, by source, where data sets name documents.
-        validated: the expected accepted length of the last evaluation on validation data, on the rank that has it.
-        is_validated: the state after the last step has been evaluated on validation data; the same on all ranks.
-        step: the last one done; numbers count from the start of a resumed run.
-        best: the best state so far, where --mtp-patience asks for it: what is recorded is of that state.
-        unsaved: that the newest state could not be saved, as a clause.
-        has_trained: a step is done, and the loop has gone on to the next one.
-        mtp_figures: of the MTP layers in the last step, where they are apart from the rest.
+        evaluated: row and table of the last evaluation, on the rank that has the values.
+        sources: acceptance counts by document and source in the last evaluation, for the MTP layers or each drafter, if
+            the data sets name documents.
+        validated: expected accepted length of the last evaluation on validation data, on the rank that has it.
+        is_validated: whether the state after the last step has been evaluated on validation data; the same on all
+            ranks.
+        step: number of the last finished step, counted from the start of a resumed run.
+        best: best state so far, with --mtp-patience. Recorded values are then of that state.
+        unsaved: a clause that explains why the newest state could not be saved.
+        has_trained: whether a step is done and the loop has continued with the next one.
+        mtp_figures: values of the MTP layers in the last step, where they are separate from the rest.
     """
 
     def __init__(self, folder: Path | None, reporter: Reporter | None = None, measure: Measure | None = None) -> None:
@@ -193,7 +195,7 @@ class Metrics:
     def add(
         self, report: dict[str, Tensor], counts: dict[str, Tensor], documents: dict[str, Documents] | None = None
     ) -> None:
-        """Take in a microbatch, in training (where gradients are recorded) or in evaluation."""
+        """Add a microbatch of training (gradients enabled) or evaluation."""
         if torch.is_grad_enabled():
             self._training.add(report, counts, {})
             return
@@ -202,12 +204,12 @@ class Metrics:
             self._reporter.evaluated_batch()
 
     def begin_step(self) -> None:
-        """Megatron's loop begins a training step."""
+        """Called when Megatron's loop begins a training step."""
         self.has_trained = self.step is not None
         self._began = time.perf_counter()
 
     def end_step(self, step: Step) -> None:
-        """The step is done, on every rank; at the end of a log interval its figures are published."""
+        """Called on every rank when the step is done. Publishes metrics at the end of a log interval."""
         if self._began is not None:
             self._seconds.append(time.perf_counter() - self._began)
         self._began = None
@@ -218,7 +220,7 @@ class Metrics:
             self._end_interval()
 
     def leave_out(self, last: int) -> None:
-        """The steps after the last one done, up to this one, were left out (--iterations-to-skip)."""
+        """Record that the steps after the last finished one, up to this one, were skipped (--iterations-to-skip)."""
         args = get_args()
         first = 1 + (args.iteration if self.step is None else self.step.number)
         if first > last or not args.iterations_to_skip:
@@ -229,18 +231,21 @@ class Metrics:
             say(f"> {steps} left out (--iterations-to-skip)")
 
     def end_early(self, step: int, cause: str) -> None:
-        """The run ends after this step, which is not its last one."""
+        """Record that the run ends after this step, before its last one."""
         args = get_args()
         if step < args.train_iters and args.rank == 0:
             say(f"> the run ends at step {step} of {args.train_iters}: {cause}")
 
     def begin_evaluation(self, data: str, is_after_run: bool = False) -> None:
-        """An evaluation on 'validation' or 'test' data begins; Megatron calls `end_evaluation` without the name."""
+        """Called when an evaluation on 'validation' or 'test' data begins.
+
+        Megatron calls `end_evaluation` without the name.
+        """
         self._data, self._sets, self._is_after_run = data, 0, is_after_run
         self.is_validated = data == "validation" and self.step is not None
 
     def end_evaluation(self, model: Any) -> None:
-        """Megatron's `non_loss_data_func`, called on every rank when the evaluation on one set is done."""
+        """Megatron's `non_loss_data_func`, called on every rank when the evaluation on one data set is done."""
         window, self._evaluation, args = self._evaluation, LogWindow(), get_args()
         split = self._data
         if args.multiple_validation_sets:  # with the suffix of Megatron's own figures
@@ -250,7 +255,7 @@ class Metrics:
         self._sets += 1
 
     def close(self) -> None:
-        """Write what is left of an interval; Megatron has closed its writers by now."""
+        """Write the rest of an interval. Megatron has closed its writers by now."""
         self._closing = True
         self._end_interval()
         self._keep_record()
@@ -324,13 +329,13 @@ class Metrics:
                 wandb.log({name + suffix: value}, iteration)
 
     def keep_best(self) -> None:
-        """The state of the last evaluation is the best, and is saved."""
+        """Record that the state of the last evaluation is the best one and has been saved."""
         assert self.best is not None
         self._keep_record()
         self.best.keep()
 
     def _keep_record(self) -> None:
-        """Write the acceptance of the last evaluation beside the checkpoint's iterations, once there are any."""
+        """Write the acceptance of the last evaluation next to the checkpoint's iterations, once there are any."""
         args = get_args()
         if self._record is not None:
             self._keep_documents(self._record["iteration"])
@@ -342,14 +347,14 @@ class Metrics:
         self._record = None
 
     def _keep_documents(self, iteration: int) -> None:
-        """Write the counts of an evaluation by document, for comparisons of the same documents."""
+        """Write the counts of an evaluation by document, for comparisons on the same documents."""
         if self.folder is None or not self.sources or not is_last_rank():
             return
         with self._going_on_without(self.folder / DOCUMENTS):
             write_documents(self.folder, iteration, self.sources)
 
     def _name_idle(self, names: list[str]) -> None:
-        """Say once of every loss that it is shown as 0 because nothing counts, not because all is learned."""
+        """Report once for each loss that it is shown as 0 because no position counts, not because it is learned."""
         new, self._idle = set(names) - self._idle, self._idle | set(names)
         if new and is_last_rank():
             say(
@@ -372,7 +377,7 @@ class Metrics:
 
     @contextmanager
     def _going_on_without(self, file: Path) -> Iterator[None]:
-        """Report once that a file cannot be written; training goes on."""
+        """Report once that a file cannot be written; training continues."""
         try:
             yield
         except OSError as error:
@@ -382,7 +387,10 @@ class Metrics:
 
 
 def conditions_of(args: Namespace, number: int = 0) -> dict[str, int]:
-    """What an evaluation is made on, by the names of metrics.jsonl; `number` is that of one of several sets."""
+    """Return the conditions of an evaluation by their names in metrics.jsonl.
+
+    `number` is the index among several data sets.
+    """
     batches = args.eval_iters[number] if isinstance(args.eval_iters, list) else args.eval_iters
     made = {"sequences": batches * args.eval_global_batch_size, "sequence length": args.seq_length}
     blocks = None if args.drafter is None else blocks_of(kind_of(args.drafter), vars(args))
@@ -390,7 +398,7 @@ def conditions_of(args: Namespace, number: int = 0) -> dict[str, int]:
 
 
 def line_of_conditions(row: dict[str, Any], split: str, args: Namespace) -> str:
-    """The line above a table: figures of other sequences, lengths or blocks do not compare."""
+    """Format the conditions above a table. Results with different sequences, lengths or blocks cannot be compared."""
     said = f"{row['sequences']:,} sequences of {row['sequence length']:,} tokens"
     if "drafter blocks" in row:
         said += f", {row['drafter blocks']:,} blocks of each"
@@ -398,7 +406,7 @@ def line_of_conditions(row: dict[str, Any], split: str, args: Namespace) -> str:
 
 
 def table(losses: dict[str, float], rates: Rates) -> str:
-    """The table after an evaluation: loss and acceptance by depth, and tokens per forward of the trunk."""
+    """Format the table of an evaluation: loss and acceptance by depth, and tokens per forward pass of the trunk."""
     if not rates:
         return f"loss of the trunk: {losses['lm loss']:.4f}; there are no MTP layers"
     return "\n".join(
@@ -426,7 +434,7 @@ def _lines(losses: dict[str, float], rates: AcceptanceStats, what: str) -> list[
 
 
 def stats_of(counts_4D: Tensor) -> AcceptanceStats:
-    """The counts that drafting has too, of those of `objective.count_acceptance`."""
+    """Convert the counts of `objective.count_acceptance` to `AcceptanceStats`, which decoding uses too."""
     offered, reached, accepted = ([int(count) for count in counts] for counts in counts_4D[:3].tolist())
     return AcceptanceStats(
         offered_at=offered, reached_at=reached, accepted_at=accepted, overlap_at=counts_4D[3].tolist()
@@ -434,7 +442,7 @@ def stats_of(counts_4D: Tensor) -> AcceptanceStats:
 
 
 def named(stats: AcceptanceStats, what: str = MTP) -> dict[str, float]:
-    """Every figure by the name that it has in logs, metrics.jsonl, TensorBoard, W&B and reports."""
+    """Name every value as in logs, metrics.jsonl, TensorBoard, W&B and reports."""
     lists = {
         "acceptance": stats.acceptance,
         "conditional acceptance": stats.conditional_acceptance,
@@ -445,5 +453,5 @@ def named(stats: AcceptanceStats, what: str = MTP) -> dict[str, float]:
 
 
 def expected_length_of(what: str) -> str:
-    """The name of the expected accepted length; what drafts without another beside it needs no name there."""
+    """Return the metric name of the expected accepted length. The drafter's name is left out if there is only one."""
     return EXPECTED_LENGTH if what == MTP else f"{what} {EXPECTED_LENGTH}"

@@ -1,4 +1,4 @@
-"""Flags that a run needs: all that are missing are named at once, where Megatron names one at a time."""
+"""Required flags. All missing flags are reported at once, where Megatron reports one at a time."""
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ DATA = "chat mock_data data_path data_args_path train_data_path valid_data_path 
 
 
 def _lacks(*names: str) -> Callable[[Namespace], bool]:
-    """Whether none of the arguments was given, of a model that no other file describes."""
+    """Return whether none of the arguments was given, for a model that no other file describes."""
 
     def holds(args: Namespace) -> bool:
         files = args.use_checkpoint_args, args.heterogeneous_layers_config_path, args.yaml_cfg
@@ -18,7 +18,7 @@ def _lacks(*names: str) -> Callable[[Namespace], bool]:
 
 
 def _trains_without(*names: str) -> Callable[[Namespace], bool]:
-    """Whether none of the arguments was given, of a run that trains."""
+    """Return whether none of the arguments was given, for a run that trains."""
     return lambda args: not (args.skip_train or any(_is_given(args, name) for name in names))
 
 
@@ -28,10 +28,10 @@ def _is_given(args: Namespace, name: str) -> bool:
 
 
 class Needed(NamedTuple):
-    """A flag that a run needs, what to give there, and when it is missing.
+    """A required flag, what to give, and when it is missing.
 
     Attributes:
-        has_default: Megatron has a default, and refuses it later.
+        has_default: whether Megatron has a default that it rejects later.
     """
 
     flag: str
@@ -68,7 +68,7 @@ OF_A_MODEL = (
     ),
     Needed("--micro-batch-size", "the sequences of a microbatch", lambda args: args.micro_batch_size is None),
 )
-"""Needed by a plan, too."""
+"""Arguments that a plan needs too."""
 
 OF_A_RUN = (
     Needed(
@@ -87,7 +87,7 @@ OF_DATA = (
 
 
 def check_needed(args: Namespace, needed: Sequence[Needed]) -> None:
-    """Raises ValueError with all flags that are missing: Megatron names one at a time."""
+    """Raise ValueError that names all missing flags."""
     missing = [row for row in needed if row.is_missing(args)]
     if all(row.has_default for row in missing):
         return

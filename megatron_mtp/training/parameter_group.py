@@ -1,11 +1,12 @@
-"""Parameter groups: MTP layers with a learning rate, a gradient norm and a clip of their own; schedules at a resume.
+"""Optimizer parameter groups: a separate learning rate, gradient norm and clip for MTP layers; schedules at a resume.
 
     optimizer = get_mtp_optimizer(config, model_chunks, lr=1e-4, clip_grad=1.0)
     optimizer.step()
     mtp_grad_norm(optimizer)
 
-The rate is one of Megatron's overrides of a parameter group. Its main gradient norm leaves out parameters whose
-`grad_norm_group` is "mtp" (it sets that with --mtp-detach-heads), and clips them as the rest; here they have a clip.
+The learning rate is one of Megatron's parameter group overrides. Megatron's main gradient norm excludes parameters
+whose `grad_norm_group` is "mtp" (it sets that with --mtp-detach-heads) but clips them like the rest; here they have
+their own clip.
 """
 
 from collections import defaultdict
@@ -31,7 +32,7 @@ _IS_MTP = ParamWithNamePredicate("mtp", lambda _, name: any(map(is_head, name.sp
 
 
 def _is_of(head: str) -> ParamWithNamePredicate:
-    """Tells the parameters of an attached head by the head's name."""
+    """Return a predicate for the parameters of an attached head, by the head's name."""
     return ParamWithNamePredicate(head, lambda _, name: module_of(head) in name.split("."))
 
 
@@ -44,20 +45,20 @@ def get_mtp_optimizer(
     make: Callable[..., Any] = get_megatron_optimizer,
     **settings: Any,
 ) -> Any:
-    """Megatron's `get_megatron_optimizer`, with a parameter group of the MTP layers.
+    """Call Megatron's `get_megatron_optimizer` with a parameter group for the MTP layers.
 
     Args:
-        config: Megatron's settings of the optimizer.
-        model_chunks: of this rank, as Megatron's function takes them.
-        given, settings: its other arguments.
-        lr: the highest learning rate of the MTP layers; the lowest is in proportion to the config's. None for the
-            config's. Of attached heads it may be that of each, by its name.
-        clip_grad: the clip of their own gradient norm, 0 for none; the config's clip is then that of all other
-            parameters. None for one norm and clip of everything.
-        make: Megatron's function, or another with its interface.
+        config: Megatron's optimizer settings.
+        model_chunks: this rank's model chunks, as for Megatron's function.
+        given, settings: other arguments of Megatron's function.
+        lr: peak learning rate of the MTP layers; their minimum is scaled in proportion. None for the config's. For
+            attached heads, optionally a dictionary by head name.
+        clip_grad: clip of the MTP layers' own gradient norm, 0 for no clipping; the config's clip then applies to all
+            other parameters. None for a common norm and clip.
+        make: Megatron's function, or another with the same interface.
 
     Raises:
-        ValueError: the norm is to be apart, and the config clips nothing.
+        ValueError: `clip_grad` is set, and the config has no clipping.
     """
     if lr is not None:
         overrides = settings.get("config_overrides")
@@ -87,19 +88,22 @@ def get_mtp_optimizer(
 
 
 def lowest_rate(own: float, lr: float | None, min_lr: float | None) -> float:
-    """The lowest learning rate of layers with a highest one of their own: in proportion to that of the others."""
+    """Return the minimum learning rate for a peak learning rate, in proportion to the config's."""
     return (min_lr or 0.0) * own / lr if lr else 0.0
 
 
 def mtp_grad_norm(optimizer: Any) -> float | None:
-    """The gradient norm of the MTP layers in the last step, before clipping; None where it is part of the main norm."""
+    """Return the gradient norm of the MTP layers in the last step, before clipping.
+
+    None if it is part of the main norm.
+    """
     norms = getattr(optimizer, "mtp_grad_norms", None) or getattr(optimizer, "grad_norms_by_group", {})
     norm = norms.get(MTP_GRAD_NORM_GROUP)
     return None if norm is None else float(norm)
 
 
 def _clip_apart(optimizer: Any, clip_grad: float) -> None:
-    """Let the optimizer clip the MTP layers itself where it asks for the norms of its groups.
+    """Let the optimizer clip the MTP layers separately when it computes the norms of its groups.
 
     Megatron's step leaves a group alone whose norm it is not given.
     """
@@ -122,15 +126,15 @@ def _clip_apart(optimizer: Any, clip_grad: float) -> None:
 # --- the schedule of the flags ---------------------------------------------------------------------------------------
 
 SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""What the schedule reads of a parameter group, in the place of its own values."""
+"""Values of a parameter group that the schedule reads instead of its own."""
 STRUCTURE = ("optimizer", "wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""What else Megatron pairs the groups of a checkpoint with those of a run by."""
+"""Further fields by which Megatron matches the groups of a checkpoint to those of a run."""
 
 
 def keep_schedule(optimizer: Any) -> None:
-    """Let an optimizer keep its schedule where it loads the state of a checkpoint, for --override-opt-param-scheduler.
+    """Make an optimizer keep its schedule when it loads a checkpoint, for --override-opt-param-scheduler.
 
-    Megatron's has the rates of the checkpoint then, or finds no group with the rate of the flags.
+    Megatron's would use the checkpoint's learning rates, or find no group with the rate of the flags.
     """
     for each in optimizer.chained_optimizers:
         each.load_state_dict = partial(_load_state, each, each.load_state_dict)

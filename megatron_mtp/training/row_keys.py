@@ -1,4 +1,4 @@
-"""Which rows a microbatch has: a row is known by a digest of all that a trunk's states depend on.
+"""Identity of the rows in a microbatch: a digest of everything that the trunk's states depend on.
 
 Letters in names: S sequence, R context-parallel ranks.
 """
@@ -10,17 +10,17 @@ from typing import Any
 from torch import Tensor
 
 OF_DIGEST = ("tokens", "position_ids", "cu_seqlens", "cu_seqlens_padded")
-"""Entries of a batch on which a trunk's states depend."""
+"""Entries of a batch that determine a trunk's states."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a microbatch.
+    """Rows of a microbatch.
 
     Attributes:
-        keys: of every row.
-        is_joined: whether the model has them as one row.
-        positions_RS: of every context-parallel rank; None without context parallelism.
+        keys: digest of every row.
+        is_joined: whether the model gets them as one row.
+        positions_RS: positions of every context-parallel rank; None without context parallelism.
     """
 
     keys: list[bytes]
@@ -29,7 +29,7 @@ class Rows:
 
 
 def keys_of(batch: dict[str, Any], resets_attention: bool) -> list[bytes]:
-    """The digests of a batch's whole rows, before they are joined or cut."""
+    """Compute the digests of a batch's whole rows, before they are joined or sliced."""
     values = [batch[name].cpu().contiguous().numpy() for name in OF_DIGEST if batch.get(name) is not None]
     keys = []
     for row in zip(*values, strict=True):

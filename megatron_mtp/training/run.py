@@ -1,4 +1,4 @@
-"""One training run: arguments and model configuration, and Megatron's `pretrain()` with them, observed."""
+"""One training run: parse arguments, build the model configuration, and call Megatron's `pretrain()` with hooks."""
 
 import os
 import signal
@@ -51,10 +51,10 @@ AnyFunction = Callable[..., Any]
 
 
 def main(argv: list[str], on_cpu: bool, shows_tables: bool = True, measure: Measure | None = None) -> Metrics:
-    """Run the command line; bad input ends with one sentence and exit status 2.
+    """Run the command line. Invalid input ends with one sentence and exit status 2.
 
-    Inside `quiet()` the run has a short log, with the tables of evaluations if `shows_tables`; else Megatron's.
-    `measure` adds figures to evaluations.
+    Inside `quiet()`, the run prints a short log, with evaluation tables if `shows_tables`; otherwise Megatron's log.
+    `measure` adds values to evaluations.
     """
     fit_to_machine(argv, on_cpu)
     program = Path(argv[0]).name
@@ -77,7 +77,10 @@ def main(argv: list[str], on_cpu: bool, shows_tables: bool = True, measure: Meas
 
 
 def _short_log(args: Namespace, argv: list[str], shows_tables: bool) -> ShortLog:
-    """The reporter of a short log; one line names Megatron's listing, and --log-interval fits the run unless given."""
+    """Return the reporter of a short log.
+
+    One line names Megatron's full log, and --log-interval fits the run unless given.
+    """
     steps, samples = args.train_iters, args.train_samples
     if not any(word.startswith("--log-i") for word in argv):
         args.log_interval = fitting_interval(steps if samples is None else samples // args.global_batch_size)
@@ -93,9 +96,9 @@ def _short_log(args: Namespace, argv: list[str], shows_tables: bool) -> ShortLog
 
 
 def fit_to_machine(argv: list[str], on_cpu: bool) -> None:
-    """Add to `argv` the flags that this machine needs, and print them; plain `python` starts a job of one rank.
+    """Append the flags that this machine needs to `argv` and print them. Plain `python` starts a job with one rank.
 
-    A rank that finds no GPU in a job with GPUs ends with one sentence and exit status 2.
+    A rank that finds no GPU in a job with GPUs exits with one sentence and status 2.
     """
     join_single_process()
     with explained(Path(argv[0]).name):
@@ -114,10 +117,10 @@ def train(
     measure: Measure | None = None,
     **pretrain_arguments: Any,
 ) -> Metrics:
-    """Megatron's `pretrain()` of the model that `config.model`, an `MTPModelConfig`, describes.
+    """Run Megatron's `pretrain()` on the model that `config.model`, an `MTPModelConfig`, describes.
 
-    The forward step is ours, and what is done after evaluations. `reporter` shows the figures in place of Megatron's
-    log, `measure` adds some to evaluations; `pretrain_arguments` are others of `pretrain()`.
+    Uses our forward step and evaluation hooks. `reporter` replaces Megatron's log, `measure` adds values to
+    evaluations, and `pretrain_arguments` are passed on to `pretrain()`.
     """
     settings = config.model.mtp
     metrics = Metrics(None if settings.mtp_metrics_dir is None else Path(settings.mtp_metrics_dir), reporter, measure)
@@ -156,14 +159,14 @@ def train(
 
 
 def _say_best(state: BestState) -> None:
-    """The run has ended: the checkpoint loads as the best state."""
+    """Report the best state at the end of the run: the checkpoint loads as it."""
     best = state.end()
     if best is not None and get_args().rank == 0:
         say(f"> the checkpoint is that of step {best.iteration}, the best: {EXPECTED_LENGTH} {best.length:.3f}")
 
 
 def _end(metrics: Metrics) -> None:
-    """Close the metrics, and ignore the signal of --exit-signal-handler, which a job repeats until we are gone.
+    """Close the metrics, and ignore the signal of --exit-signal-handler, which a job repeats until the process ends.
 
     While Python ends, the signal's default action takes the place of Megatron's handler, and would kill the rank.
     """
@@ -173,14 +176,14 @@ def _end(metrics: Metrics) -> None:
 
 
 def get_embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
-    """For Megatron: the ranks of a pipeline that hold the word embedding."""
+    """Return the pipeline ranks that hold the word embedding, for Megatron."""
     args = get_args()
     tied = not args.untie_embeddings_and_output_weights
     return embedding_ranks(pipeline_ranks, core_transformer_config_from_args(args), tied)
 
 
 def join_single_process() -> None:
-    """Started as plain `python`, set what torchrun sets for a job of one rank."""
+    """For plain `python`, set the environment that torchrun sets for a job with one rank."""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost")):
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
@@ -194,13 +197,13 @@ def join_single_process() -> None:
 
 @contextmanager
 def observed(metrics: Metrics, shows_checkpoints: bool = False, settings: MTPConfig | None = None) -> Iterator[None]:
-    """While this lasts, the metrics receive training steps and the data of evaluations.
+    """Within this context, report training steps and evaluations to the metrics.
 
-    With `settings` that have a learning rate or clip of the MTP layers, optimizers have a parameter group of them; with
-    settings at all, they keep the schedule of the flags where --override-opt-param-scheduler asks for it.
+    If `settings` have a learning rate or clip of the MTP layers, optimizers get a parameter group for them. With any
+    settings, optimizers keep the schedule of the flags if --override-opt-param-scheduler is set.
 
     Raises:
-        InputError: the installed megatron-core cannot be observed in this way.
+        InputError: the installed megatron-core does not support these hooks.
     """
     keeps_best = settings is not None and settings.mtp_patience is not None
     wrappers: dict[str, Replace] = {
@@ -260,7 +263,7 @@ def _steps(metrics: Metrics, settings: MTPConfig | None, train_step: AnyFunction
 
 
 def _mtp_figures(args: Namespace, settings: MTPConfig | None, scheduler: Any) -> dict[str, float]:
-    """The learning rate of the MTP layers, where it is their own, and lambda, where it has a schedule."""
+    """Return the learning rate of the MTP layers, if separate, and lambda, if it has a schedule."""
     made = {}
     if settings is not None and settings.mtp_lr is not None:
         lowest = lowest_rate(settings.mtp_lr, args.lr, args.min_lr)
@@ -271,7 +274,7 @@ def _mtp_figures(args: Namespace, settings: MTPConfig | None, scheduler: Any) ->
 
 
 def _logged_steps(metrics: Metrics, training_log: AnyFunction) -> AnyFunction:
-    """Called at the end of every step, on all ranks."""
+    """Wrap Megatron's log of a step, which runs on all ranks, and log metrics of the MTP layers too."""
 
     def logged(losses: Any, sums: Any, learning_rate: float | None, step: int, *rest: Any, **named: Any) -> Any:
         done = training_log(losses, sums, learning_rate, step, *rest, **named)
@@ -288,7 +291,7 @@ def _logged_steps(metrics: Metrics, training_log: AnyFunction) -> AnyFunction:
 
 
 def _ends(metrics: Metrics, checkpoint_and_decide_exit: AnyFunction) -> AnyFunction:
-    """Called after every step, on all ranks: a run that ends before its last step says by what."""
+    """Wrap the end of a step, on all ranks: report why a run ends before its last step."""
 
     def decided(model: Any, optimizer: Any, scheduler: Any, step: int, *rest: Any) -> bool:
         ends = bool(checkpoint_and_decide_exit(model, optimizer, scheduler, step, *rest))
@@ -300,7 +303,7 @@ def _ends(metrics: Metrics, checkpoint_and_decide_exit: AnyFunction) -> AnyFunct
 
 
 def _cause(args: Namespace, step: int) -> str:
-    """What ends a run after this step, as Megatron's loop decides."""
+    """Return what ends a run after this step, as Megatron's loop decides."""
     if args.exit_interval and step % args.exit_interval == 0:
         return f"--exit-interval {args.exit_interval}"
     if step in (args.phase_transition_iterations or ()):
@@ -311,7 +314,7 @@ def _cause(args: Namespace, step: int) -> str:
 
 
 def _evaluations(metrics: Metrics, evaluate_and_print_results: AnyFunction) -> AnyFunction:
-    """Only the prefix of Megatron's own line names the data: 'iteration 9', '... on test set'."""
+    """Wrap evaluations. Only the prefix of Megatron's own line names the data: 'iteration 9', '... on test set'."""
 
     def announced(prefix: str, *rest: Any, **named: Any) -> None:
         data = "test" if prefix.endswith("test set") else "validation"
@@ -329,7 +332,7 @@ def _evaluations(metrics: Metrics, evaluate_and_print_results: AnyFunction) -> A
 
 
 def _best_states(metrics: Metrics, checkpoint_and_decide_exit: AnyFunction) -> AnyFunction:
-    """Called after every step and its evaluation, on all ranks; returns whether the run ends."""
+    """Wrap the end of a step and its evaluation, on all ranks; return whether the run ends."""
 
     def decided(
         model: Any, optimizer: Any, scheduler: Any, step: int, operations: Any, context: Any, data: Any
@@ -355,7 +358,7 @@ def _best_states(metrics: Metrics, checkpoint_and_decide_exit: AnyFunction) -> A
 
 
 def with_passes(args: Namespace) -> Namespace:
-    """The arguments of a model that has an MTP layer for every pass of a repeated layer."""
+    """Return the arguments of a model that has an MTP layer for every pass of a repeated layer."""
     passes = trained_depths(args)
     if passes == (args.mtp_num_layers or 0):
         return args
@@ -367,7 +370,10 @@ def with_passes(args: Namespace) -> Namespace:
 
 
 def _saves(metrics: Metrics, shows: bool, save_checkpoint_and_time: AnyFunction) -> AnyFunction:
-    """On a full disk a run of one process goes on to its next save; others, and a last save, end with a sentence."""
+    """Wrap saves: on a full disk, a run of one process continues to its next save.
+
+    Others, and a last save, end with a sentence.
+    """
 
     def saved(step: int, *rest: Any, **named: Any) -> None:
         args = get_args()

@@ -1,17 +1,17 @@
-"""Files in the folder of a run's metrics. What reads them need not wait for torch.
+"""Files in the metrics folder of a run. Reading them does not import torch.
 
-metrics.jsonl: a JSON object a line, whole lines alone, continued by a resumed run. `split` is training, validation or
-test; each of several data sets adds its name, as in validation-code.
+metrics.jsonl: one JSON object per line; a resumed run appends to it. `split` is training, validation or test; with
+several data sets, their name is appended, as in validation-code.
 
     {"iteration": 50, "split": "training", "lm loss": 2.5, "mtp_1 loss": 2.75, "learning rate": 0.001}
 
-run.json: how the run was started. A resumed run adds a start; `arguments` are those of the newest, Megatron's and ours.
+run.json: how the run was started. A resumed run adds a start; `arguments` are the newest ones, Megatron's and ours.
 
     {"starts": [{"date": "2026-01-31T12:00:00+00:00", "iteration": 0, "command": ["train", ...], "versions": {...}}],
      "arguments": {"num_layers": 4, ...}}
 
-documents.json: the counts of acceptance of every document in an evaluation, by source and number; by depth, how often
-drafts were offered, how often those before were accepted, and how often this one too.
+documents.json: acceptance counts of every document of an evaluation, by source and number. For each depth: how often a
+draft was offered, how often all previous ones were accepted, and how often this one was accepted too.
 
     {"iteration": 50, "sources": {"code": {"12": [[64, 63], [64, 40], [40, 20]], ...}}}
 """
@@ -40,10 +40,10 @@ Row = dict[str, Any]
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """The rows of a run's folder, one or more, in the order of the file.
+    """Read the rows of a run's metrics.jsonl, at least one, in file order.
 
     Raises:
-        ValueError: there is no such file, it has no row, or a line is damaged.
+        ValueError: the file is missing, empty, or has a damaged line.
     """
     file = folder / METRICS
     if not file.is_file():
@@ -66,7 +66,7 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def _row(line: str | bytes) -> Row | None:
-    """The row of a line; None of a line that a kill has cut short, or that is damaged."""
+    """Parse the row of a line; None for a line that is damaged or was cut short by a kill."""
     try:
         row = json.loads(line)
         figures = [value for key, value in row.items() if key not in ("iteration", "split")]
@@ -89,10 +89,10 @@ def write_documents(folder: Path, iteration: int, sources: BySource) -> None:
 
 
 def read_documents(folder: Path) -> BySource:
-    """The counts in a folder's documents.json; none without one.
+    """Read the counts of a folder's documents.json; empty if there is no file.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the file is damaged.
     """
     file = folder / DOCUMENTS
     if not file.is_file():
@@ -110,7 +110,7 @@ def read_documents(folder: Path) -> BySource:
 
 
 def append(file: Path, row: str) -> None:
-    """Append the whole row or nothing, so that a full disk leaves no half of a line."""
+    """Append a whole row or nothing, so that a full disk leaves no partial line."""
     size = file.stat().st_size if file.exists() else 0
     try:
         with open(file, "a", encoding="utf-8") as output:
@@ -122,10 +122,10 @@ def append(file: Path, row: str) -> None:
 
 
 def drop_rows_after(path: Path, iteration: int, is_evaluated_again: bool = False) -> None:
-    """Remove damaged rows, and those of steps that a resumed run takes again; a new run renames it *.old.jsonl.
+    """Remove damaged rows and rows of steps that a resumed run repeats. A new run renames the file to *.old.jsonl.
 
     Args:
-        is_evaluated_again: the resumed run takes no step, and evaluates: the evaluations of that step go too.
+        is_evaluated_again: whether the resumed run only evaluates; the evaluations of that step are then removed too.
     """
     if not path.exists():
         return
@@ -144,7 +144,7 @@ def drop_rows_after(path: Path, iteration: int, is_evaluated_again: bool = False
 
 
 def write_run_record(folder: Path, args: Namespace) -> None:
-    """Add this start to run.json. The run does not need it: where it cannot be written, one line says so."""
+    """Add this start to run.json. If that fails, print one line; the run does not need the file."""
     import torch
 
     versions = {"megatron-mtp": __version__, "megatron-core": version("megatron-core"), "torch": torch.__version__}
@@ -169,10 +169,10 @@ def write_run_record(folder: Path, args: Namespace) -> None:
 
 
 def read_run_record(folder: Path) -> dict[str, Any] | None:
-    """The object of a folder's run.json; None if there is no such file.
+    """Read run.json of a folder; None if there is no such file.
 
     Raises:
-        ValueError: the file has not the form that a run writes.
+        ValueError: the file does not have the expected form.
     """
     file = folder / RECORD
     if not file.is_file():

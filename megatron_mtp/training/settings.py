@@ -1,4 +1,4 @@
-"""Arguments that follow from others: of a drafter, of --mtp-num-layers 0, of a pattern, of data without validation."""
+"""Derived arguments: of a drafter, of --mtp-num-layers 0, of a layer pattern, of data without validation."""
 
 from argparse import Namespace
 from dataclasses import fields
@@ -19,19 +19,19 @@ PATTERN, SHARES = "--hybrid-layer-pattern", "--mtp-repeated-layer-shares-kv"
 FIRST_PASS = "--mtp-repeated-layer-first-pass-kv"
 
 WITHOUT_DEPTHS = ("mtp_metrics_dir", "mtp_linear_ce_main", "mtp_mask_prompts")
-"""Settings of ours that a run without MTP layers has a use for."""
+"""Settings of this package that apply to a run without MTP layers."""
 
 
 def with_changes(args: Namespace, changes: dict[str, Any]) -> Namespace:
-    """A copy of the arguments with others in the place of some."""
+    """Return a copy of the arguments with some of them replaced."""
     return Namespace(**{**vars(args), **changes})
 
 
 def of_drafter(args: Namespace) -> dict[str, Any]:
-    """The arguments that follow from --drafter (ours).
+    """Return the arguments that follow from --drafter (ours).
 
     Raises:
-        ValueError: it was given with what a run with a drafter cannot have.
+        ValueError: --drafter was combined with a flag that a drafter run does not support.
     """
     is_beside = args.drafter is not None and bool(args.mtp_num_layers)
     if args.drafter is None:
@@ -55,10 +55,10 @@ def of_drafter(args: Namespace) -> dict[str, Any]:
 
 
 def drafter_arguments(args: Namespace) -> dict[str, Any]:
-    """The arguments of a run with a drafter: in the place of MTP layers it is one in K passes on a frozen trunk.
+    """Return the arguments of a drafter run: K passes on a frozen trunk instead of MTP layers.
 
     Raises:
-        ValueError: the trunk does not have the layers that are to be read.
+        ValueError: the trunk does not have the layers to read.
     """
     kind, given, chosen = kind_of(args.drafter), vars(args), args.drafter_layers
     if (layers := layers_to_read(args)) is not None:
@@ -77,7 +77,7 @@ def _in_their_place(args: Namespace) -> dict[str, Any]:
 
 
 def _check_heads(args: Namespace) -> None:
-    """Raises ValueError where tensor-parallel ranks cannot share out the drafter's heads, or what it compresses to."""
+    """Raise ValueError if tensor-parallel ranks cannot share the drafter's heads, or its compressed sizes."""
     if args.num_attention_heads is None:
         return
     sizes = own_sizes(args.hidden_size, trunk_spec(args).attention, vars(args))
@@ -97,10 +97,10 @@ def _check_heads(args: Namespace) -> None:
 
 
 def without_depths(args: Namespace) -> dict[str, Any]:
-    """The defaults of what --mtp-num-layers 0 leaves without a use, in a line of flags that has MTP layers (ours).
+    """Return the defaults of the flags that have no effect with --mtp-num-layers 0 (ours).
 
     Raises:
-        ValueError: nothing would be left to train.
+        ValueError: there would be nothing to train.
     """
     if args.mtp_train_only:
         raise ValueError(
@@ -116,10 +116,10 @@ def without_depths(args: Namespace) -> dict[str, Any]:
 
 
 def counted_depths(args: Namespace) -> int | None:
-    """--mtp-num-layers, or the MTP layers of --hybrid-layer-pattern, as Megatron counts later; None for none (ours).
+    """Return --mtp-num-layers, or the number of MTP layers in --hybrid-layer-pattern; None if there are none (ours).
 
     Raises:
-        ValueError: the pattern cannot be read, or --mtp-num-layers is another number.
+        ValueError: the pattern is invalid, or contradicts --mtp-num-layers.
     """
     for old in ("hybrid_override_pattern", "mtp_hybrid_override_pattern"):
         if getattr(args, old) is not None:
@@ -141,10 +141,10 @@ def counted_depths(args: Namespace) -> int | None:
 
 
 def leave_out_evaluations(args: Namespace) -> None:
-    """Evaluate nothing (--eval-iters 0) where the flags name data for training alone: Megatron would read from none.
+    """Turn off evaluation (--eval-iters 0) if the flags name only training data; Megatron would read from no data set.
 
     Raises:
-        ValueError: an evaluation of other data was asked for, and the flags name none for validation.
+        ValueError: an evaluation on other data was requested, and no validation data are given.
     """
     if args.mock_data or not (args.eval_iters or args.full_validation):
         return

@@ -1,13 +1,13 @@
-"""Output of a run: a short log on the terminal, the thousand lines of Megatron and its libraries in a log file.
+"""Console output of a run: a short log on the terminal, the output of Megatron and its libraries in a log file.
 
     with quiet():                from here on, prints and warnings go to the listing
-        keep_listing(folder)     which is a file from here on: megatron.log, or megatron-3.log of rank 3
-        say("...")               and this goes to the terminal
+        keep_listing(folder)     and the listing to a file: megatron.log, or megatron-3.log for rank 3
+        say("...")               prints to the terminal
 
     step 120/560 | lm loss 2.3456 | mtp_1 loss 2.9876 | 12,345 tokens/s | 0:12:34 left | lr 1.00e-03 | 1.2 GiB
 
-Errors stay on stderr. This file imports neither torch nor Megatron at its top: libraries print their first warnings
-while they are imported.
+Errors stay on stderr. This file imports neither torch nor Megatron at its top, because libraries print their first
+warnings during import.
 """
 
 import io
@@ -32,17 +32,19 @@ if TYPE_CHECKING:
     from megatron_mtp.common.acceptance import AcceptanceStats
 
 MOST_HELD = 10_000
-"""Pieces of a listing without a file that are kept in memory."""
+"""Most pieces of a listing without a file that are kept in memory."""
 
 SILENCE = 30
-"""Seconds after which an evaluation prints how far it is, where no terminal shows a bar."""
+"""Seconds after which an evaluation prints its progress, if no terminal shows a bar."""
 
 INTERVALS, LINES = (100, 50, 20, 10, 5, 2, 1), 20
-"""Without --log-interval, a run of at least so many steps has at least so many lines."""
+"""Log intervals without --log-interval, and the least number of lines of a run: it uses the largest interval with that
+many lines.
+"""
 
 
 class Listing(io.TextIOBase):
-    """Replaces standard output: kept in memory until the folder of the log file is known, and then written there.
+    """Replacement of standard output: buffers in memory until the folder of the log file is known.
 
     Attributes:
         terminal: where `say` prints.
@@ -57,7 +59,10 @@ class Listing(io.TextIOBase):
         self._file: TextIO | None = None
 
     def keep_in(self, folder: Path) -> Path | None:
-        """Write to a file in this folder from now on; returns the file, None where what is held cannot be written."""
+        """Write to a file in this folder from now on.
+
+        Return the file, or None if the buffered output cannot be written.
+        """
         rank = os.environ.get("RANK", "0")
         self.path = folder / ("megatron.log" if rank == "0" else f"megatron-{rank}.log")
         held, self._held = "".join(self._held), []
@@ -67,7 +72,7 @@ class Listing(io.TextIOBase):
 
     @override
     def write(self, text: str) -> int:
-        """A log that cannot be written does not end the run: one line on the terminal reports it."""
+        """Write text. If the log cannot be written, report it once on the terminal and continue the run."""
         self.last = next((line for line in reversed(text.splitlines()) if line.strip()), self.last)
         if self.path is None:
             self._held.append(text)
@@ -97,17 +102,17 @@ class Listing(io.TextIOBase):
 
 
 def say(line: str) -> None:
-    """Print to the terminal, also where standard output is a listing."""
+    """Print to the terminal, even if standard output is a listing."""
     print(line, file=getattr(sys.stdout, "terminal", sys.stdout), flush=True)
 
 
 def keep_listing(folder: Path | None) -> Path | None:
-    """Write the listing of this process, if it has one, to a file in the folder; returns the file."""
+    """Write the listing of this process, if there is one, to a file in the folder. Return the file."""
     return sys.stdout.keep_in(folder) if isinstance(sys.stdout, Listing) and folder is not None else None
 
 
 def keep_traceback(error: BaseException) -> Path:
-    """Write the traceback to the log file, or to a new one in the folder of temporary files; returns the file."""
+    """Write the traceback to the log file, or to a new temporary file. Return the file."""
     listing = sys.stdout if isinstance(sys.stdout, Listing) else Listing(sys.stdout)
     kept = listing.path or listing.keep_in(folder := Path(mkdtemp(prefix="megatron-mtp-"))) or folder
     listing.write("".join(traceback.format_exception(error)))
@@ -115,15 +120,15 @@ def keep_traceback(error: BaseException) -> Path:
 
 
 def last_words() -> str:
-    """The last line of the listing: Megatron prints why it ends the program without an exception."""
+    """Return the last line of the listing. Megatron prints a reason before it exits without an exception."""
     return sys.stdout.last.strip() if isinstance(sys.stdout, Listing) else "see its last line above"
 
 
 @contextmanager
 def quiet(verbose: bool = False, notes: TextIO | None = None) -> Iterator[TextIO]:
-    """Send what libraries print to the listing, unless `verbose`.
+    """Send the output of libraries to the listing, unless `verbose`.
 
-    Yields standard output as it was. `say` prints to `notes`, or there if it is None.
+    Yields the original standard output. `say` prints to `notes`, or to standard output if `notes` is None.
     """
     if verbose:
         yield sys.stdout
@@ -136,7 +141,10 @@ def quiet(verbose: bool = False, notes: TextIO | None = None) -> Iterator[TextIO
 
 @contextmanager
 def _own_terminal() -> Iterator[TextIO]:
-    """Standard output as a file of ours; what C++ libraries and child processes write to descriptor 1 is dropped."""
+    """Return a private copy of standard output.
+
+    What C++ libraries and child processes write to descriptor 1 is dropped.
+    """
     sys.stdout.flush()
     is_real = False
     with suppress(OSError, ValueError):  # a test's, or one without a descriptor
@@ -158,7 +166,7 @@ def _own_terminal() -> Iterator[TextIO]:
 
 @contextmanager
 def _replaced(listing: Listing) -> Iterator[None]:
-    """Standard output, warnings and log records below ERROR go to the listing; log records of errors to stderr."""
+    """Send standard output, warnings and log records below ERROR to the full log, and errors to stderr."""
     output, show, root = sys.stdout, warnings.showwarning, logging.getLogger()
     handlers, level = list(root.handlers), root.level
     errors, others = logging.StreamHandler(sys.stderr), logging.StreamHandler(listing)
@@ -182,12 +190,12 @@ def _replaced(listing: Listing) -> Iterator[None]:
 
 
 def fitting_interval(steps: int | None) -> int:
-    """The default of --log-interval for a run of so many steps; 100, which is Megatron's, where it is long."""
+    """Return the default of --log-interval for a run of this many steps; Megatron's 100 for long runs."""
     return next((one for one in INTERVALS if steps is None or one * LINES <= steps), 1)
 
 
 class ShortLog:
-    """The `Reporter` of training and of `evaluate`; `shows_tables` is off where the caller prints them."""
+    """`Reporter` of training and `evaluate`. `shows_tables` is off if the caller prints them."""
 
     def __init__(self, shows_tables: bool = True) -> None:
         self._shows_tables = shows_tables
@@ -195,7 +203,7 @@ class ShortLog:
         self._batches, self._said = 0, 0.0  # of this evaluation, and when a line had their number
 
     def interval(self, row: dict[str, Any], rates: "dict[str, AcceptanceStats]") -> None:
-        """A line of training; the last rank, which has the losses, says it."""
+        """Print a line of training, on the last rank, which has the losses."""
         from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
         from megatron.training import get_args
 
@@ -205,7 +213,7 @@ class ShortLog:
         say(line_of(row, rates, args.train_iters, tokens, width))
 
     def evaluated_batch(self) -> None:
-        """Move the bar; how long it is, is unknown where several sets are evaluated on."""
+        """Advance the progress bar. Its length is unknown if there are several data sets."""
         if self._bar is None:
             from megatron.training import get_args
 
@@ -222,7 +230,7 @@ class ShortLog:
             say(f"> evaluating: {self._batches} {'' if self._bar.total is None else f'of {self._bar.total} '}batches")
 
     def evaluation(self, row: dict[str, Any], text: str, when: str) -> None:
-        """The table of an evaluation."""
+        """Print the table of an evaluation."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -233,7 +241,7 @@ class ShortLog:
 def line_of(
     row: dict[str, Any], rates: "dict[str, AcceptanceStats]", steps: int, tokens: int, width: int | None = None
 ) -> str:
-    """A training row as one line, of so many steps with so many tokens; what does not fit the width is left out."""
+    """Format a training row as one line, with as many values as fit the width."""
     parts = [f"step {row['iteration']}/{steps}"]
     if "skipped steps" in row:
         parts.append(f"{row['skipped steps']} steps skipped")

@@ -1,13 +1,13 @@
-"""The end of a run that cannot start: one sentence on stderr, exit status 2, and the traceback in a log file.
+"""Startup errors of a run: one sentence on stderr, exit status 2, and the traceback in a log file.
 
     with explained("pretrain_gpt.py"):                            while flags are read and checked
     with explained("pretrain_gpt.py", metrics.has_trained):       while Megatron trains
 
-Whatever is raised before the second training step becomes the sentence: what was being done, the message, and the flags
-that the message or the failing line of Megatron's source names, with their values. After that an error is a bug and
-keeps its traceback on the terminal, but for a loss that is not a number and a checkpoint that cannot be saved.
+Any exception before the second training step becomes one sentence: what was being done, the message, and the flags,
+with values, that the message or the failing line of Megatron's source names. After that, an exception is a bug and
+keeps its traceback on the terminal, except for a NaN loss and a checkpoint that cannot be saved.
 
-Our own checks raise a ValueError that is a whole sentence; it is shown as it is.
+Our own checks raise a ValueError that is a complete sentence and is shown as it is.
 """
 
 import linecache
@@ -30,12 +30,12 @@ from megatron_mtp.training.short_log import keep_traceback, last_words
 PACKAGE = Path(__file__).parents[1]
 
 MOST_NAMED, FARTHEST = 4, 8
-"""A line that names more flags than this says little about the mistake; callers this far out say nothing either."""
+"""Limits of a useful message: a line that names more flags, and callers farther out, say little about the mistake."""
 
 
 @contextmanager
 def explained(program: str, has_started: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """End the process with one sentence where what runs inside fails before the run has started."""
+    """Exit with one sentence if the enclosed code fails before the run has started."""
     with sentences(program, mistakes=InputError):
         try:
             yield
@@ -53,7 +53,7 @@ def explained(program: str, has_started: Callable[[], bool] = lambda: False) -> 
 
 
 def _sentence(program: str, error: BaseException, has_started: bool) -> str | None:
-    """The sentence for the user; None of an error that keeps its traceback."""
+    """Return the sentence for the user; None for an error that keeps its traceback."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     running = [frame.f_code.co_name for frame in frames]
     variables = (one for frame in reversed(frames) for one in frame.f_locals.values())
@@ -80,7 +80,7 @@ def _sentence(program: str, error: BaseException, has_started: bool) -> str | No
 
 
 def _known(message: str, args: Namespace) -> str | None:
-    """The sentence for one of Megatron's commonest refusals, with the flags that were typed; None of any other."""
+    """Return the sentence for a common refusal of Megatron, with the flags that were typed; None for another one."""
     values = defaultdict[str, Any](lambda: "?", vars(args))
     if getattr(args, "data_parallel_size", None) and args.micro_batch_size:
         values["sequences_at_once"] = args.micro_batch_size * args.data_parallel_size
@@ -91,7 +91,7 @@ def _known(message: str, args: Namespace) -> str | None:
 
 
 def reason(error: BaseException) -> str:
-    """The message on one line; without one, the condition of an assertion or the kind of the error."""
+    """Return the message in one line; if it is empty, the failed assertion's condition or the exception type."""
     error = root_of(error)
     message = " ".join(str(error).split())[:250].rstrip(".")
     if isinstance(error, AssertionError):
@@ -101,7 +101,7 @@ def reason(error: BaseException) -> str:
 
 
 def _statements(error: BaseException) -> list[str]:
-    """The source lines that were running, outermost first."""
+    """Return the source lines that were running, outermost first."""
     lines = []
     for frame in traceback.extract_tb(error.__traceback__):
         first, last = frame.lineno or 1, frame.end_lineno or frame.lineno or 1
@@ -110,7 +110,7 @@ def _statements(error: BaseException) -> list[str]:
 
 
 def _named_flags(parser: ArgumentParser, error: BaseException, args: Namespace) -> str:
-    """The flags that the message names or quotes, or else the innermost statement that reads some, with their values.
+    """Return flags that the message names or quotes, or else the innermost statement that reads some, with values.
 
     A statement reads flags that have nothing to do with the mistake too: those at their defaults are left out, unless
     the message says that one is missing.
@@ -141,7 +141,7 @@ def _named_flags(parser: ArgumentParser, error: BaseException, args: Namespace) 
 
 
 def _quoted(message: str, given: dict[str, Any]) -> list[str]:
-    """Arguments whose values stand in the message, where these are unusual: below 0, NaN, or with a point."""
+    """Return arguments whose values appear in the message and are unusual: below 0, NaN, or with a decimal point."""
     quoted = re.findall(r"(?<![\w.])-?\d+\.\d+|(?<![\w.-])-\d+|\bnan\b", message)
     numbers = {name: value for name, value in given.items() if type(value) in (int, float)}
     return [
@@ -152,7 +152,7 @@ def _quoted(message: str, given: dict[str, Any]) -> list[str]:
 
 
 def _names(text: str, pattern: str, flags: dict[str, str]) -> list[str]:
-    """Arguments that the text names."""
+    """Return arguments that the text names."""
     found = [match[match.lastindex or 0] for match in re.finditer(pattern, text)]
     renamed = [NAMES_ELSEWHERE.get(name := word.replace("-", "_"), name) for word in found]
     return [name for name in dict.fromkeys(renamed) if name in flags]

@@ -1,9 +1,9 @@
-"""`--mtp-state-cache DIR`: the states of a frozen trunk are computed once, and read by every training after that.
+"""`--mtp-state-cache DIR`: compute the states of a frozen trunk once, and read them in all later trainings.
 
-The trunk's layers are skipped where all rows of a microbatch are in the store; else they run, and what they return is
-stored. What heads read is the same, bit by bit. Rows are known by their content (`row_keys.py`), so order, seed, loss,
-kind of head, learning rate and number of ranks may change. The trunk's loss, which is only logged, is stored for a
-whole microbatch.
+The trunk's layers are skipped if all rows of a microbatch are stored; otherwise they run, and their output is stored.
+MTP layers and drafters read bit-identical states either way. Rows are identified by their content (`row_keys.py`), so
+order, seed, loss, drafter, learning rate and number of ranks may change. The trunk's loss, which is only logged, is
+stored for each whole microbatch.
 
 Whole rows are stored: a rank of context or sequence parallelism reads a row and takes its part.
 
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
     from megatron_mtp.model.trained_stage import TrainedStage
 
 OF_HEADS = ("mtp_", "drafter", "attention_dropout", "hidden_dropout", "seq_length", "padded_vocab", "make_vocab")
-"""Beginnings of arguments of the model on which they do not."""
+"""Prefixes of model arguments that do not affect the trunk's states."""
 
 EDGE = 2**20
-"""Bytes of either end of a corpus that its digest reads, beside its whole index."""
+"""Bytes at each end of a corpus that its digest reads, in addition to its whole index."""
 
 
 class StateCache:
-    """The decoder of a stage, with a store before it.
+    """The decoder of a stage, with a cache in front of it.
 
     Args:
-        stage: of a model whose whole trunk is on this rank's pipeline stage.
-        args: of the run.
+        stage: pipeline stage that holds the whole trunk.
+        args: arguments of the run.
 
     Raises:
-        InputError: the store is of something else, or its disk has no room for this run.
+        InputError: the cache belongs to another model or corpus, or the disk has no space for this run.
     """
 
     def __init__(self, stage: "TrainedStage", args: Namespace) -> None:
@@ -76,7 +76,7 @@ class StateCache:
         decoder.forward = self._forward
 
     def _opened(self, args: Namespace, identity: dict[str, Any]) -> StateStore:
-        """The store, with room for this run."""
+        """Open the store, with room for this run."""
         store = StateStore(Path(args.mtp_state_cache), identity)
         row_bytes = len(self.columns) * args.seq_length * args.hidden_size * args.params_dtype.itemsize
         needed = store.check_room(_rows_of_run(args), row_bytes)
@@ -87,18 +87,18 @@ class StateCache:
         return store
 
     def expect(self, rows: Rows) -> None:
-        """Say which rows the next forward of the model has."""
+        """Set the rows of the model's next forward pass."""
         self._rows = rows
 
     def close(self) -> None:
-        """Write what is not written yet, and say how often the trunk ran."""
+        """Write pending rows and report how often the trunk ran."""
         self.store.write()
         if torch.distributed.get_rank() == 0:
             batches = self._read_batches + self._run_batches
             say(f"> --mtp-state-cache: the trunk ran for {self._run_batches} of {batches} microbatches")
 
     def _forward(self, *given: Any, **named: Any) -> Any:
-        """In the place of the decoder's forward."""
+        """Replace the decoder's forward."""
         rows, self._rows, self._last = self._rows, Rows([], False), self._rows
         if not rows.keys:  # not of a batch
             return self._decode(*given, **named)
@@ -114,13 +114,13 @@ class StateCache:
         return hidden_SBH
 
     def _is_there(self, rows: Rows) -> bool:
-        """Return whether the trunk need not run: the same on all ranks that compute it together."""
+        """Return whether the trunk need not run; the same on all ranks that compute it together."""
         if self.store.missing(rows.keys, self.columns):
             self.store.refresh()  # other ranks write as well
         return not _on_some_rank(self.store.missing(rows.keys, self.columns))
 
     def main_loss(self, batch: DepthBatch, compute: Callable[[], LossSum]) -> LossSum:
-        """The trunk's loss of the microbatch whose forward has just run, by `compute` unless it is known."""
+        """Return the trunk's loss of the microbatch that just ran, from the cache or by `compute`."""
         made = blake2b(b"".join(self._last.keys) + bytes([mpu.get_context_parallel_rank()]), digest_size=16)
         for value in (batch.labels_BS, batch.loss_mask_BS):
             made.update(value.cpu().contiguous().numpy().tobytes())
@@ -137,7 +137,7 @@ class StateCache:
         return torch.stack([self.store.read(key, column) for key in rows.keys])
 
     def _own_part(self, states_BSH: Tensor, rows: Rows) -> Tensor:
-        """This rank's part of whole rows, as the decoder returns it."""
+        """Return this rank's part of whole rows, as the decoder returns it."""
         device = torch.device(torch.cuda.current_device())
         whole = states_BSH.flatten(0, 1).unsqueeze(1) if rows.is_joined else states_BSH.transpose(0, 1)
         if rows.positions_RS is not None:
@@ -148,7 +148,7 @@ class StateCache:
 
     @torch.no_grad()
     def _keep(self, rows: Rows, parts: Sequence[Tensor]) -> None:
-        """Store what the trunk has returned; the first of the ranks that compute it together writes."""
+        """Store the trunk's output; the first of the ranks that compute it together writes."""
         whole = [self._whole(part_SBH.detach(), rows) for part_SBH in parts]
         if mpu.get_tensor_model_parallel_rank() or mpu.get_context_parallel_rank():
             return
@@ -162,7 +162,7 @@ class StateCache:
             self.store.add(key, of_row)
 
     def _whole(self, part_SBH: Tensor, rows: Rows) -> Tensor:
-        """All positions of a rank's part."""
+        """Return all positions of a rank's part."""
         if self._stage.config.sequence_parallel:
             part_SBH = gather_from_sequence_parallel_region(part_SBH, tensor_parallel_output_grad=False)
         if rows.positions_RS is None:
@@ -175,7 +175,7 @@ class StateCache:
 
 
 def _on_some_rank(is_missing: bool) -> bool:
-    """Return whether something is missing on any of the ranks that compute a forward together."""
+    """Return whether a row is missing on any of the ranks that compute a forward together."""
     groups = [mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()]
     if mpu.get_expert_model_parallel_world_size() > 1:
         groups = [torch.distributed.group.WORLD]
@@ -191,7 +191,7 @@ def _on_some_rank(is_missing: bool) -> bool:
 
 
 def _identity(model: nn.Module, args: Namespace) -> dict[str, Any]:
-    """The entries of the manifest."""
+    """Return the entries of the manifest."""
     return {
         "trunk": _digest_of_trunk(model, args),
         "tokenizer": _digest_of_tokenizer(args),
@@ -202,7 +202,7 @@ def _identity(model: nn.Module, args: Namespace) -> dict[str, Any]:
 
 
 def _digest_of_trunk(model: nn.Module, args: Namespace) -> str:
-    """Of all weights and buffers of the trunk, and of the arguments that say what it computes with them."""
+    """Return a digest of all weights and buffers of the trunk, and of the arguments that affect its computation."""
     made = blake2b(digest_size=16)
     for name in sorted({*MODEL_ARGUMENTS}):
         if not name.startswith(OF_HEADS) and (value := getattr(args, name, None)) is not None:
@@ -224,7 +224,7 @@ def _digest_of_tokenizer(args: Namespace) -> str:
 
 
 def _digest_of_corpus(args: Namespace) -> str:
-    """Of all data sets that flags name."""
+    """Return a digest of all datasets that the flags name."""
     made = blake2b(digest_size=16)
     for prefix in named_prefixes(args):
         made.update(Path(f"{prefix}.idx").read_bytes())
@@ -238,7 +238,7 @@ def _digest_of_corpus(args: Namespace) -> str:
 
 
 def _rows_of_run(args: Namespace) -> int:
-    """Rows that a run reads, at most."""
+    """Return the largest number of rows that a run reads."""
     evaluations = 1 if args.mtp_patience is not None else 1 + (args.train_iters or 0) // (args.eval_interval or 1)
     read = args.train_iters * args.global_batch_size if args.train_iters and not args.skip_train else 0
     read += (args.eval_iters or 0) * args.eval_global_batch_size * evaluations

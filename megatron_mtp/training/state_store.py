@@ -1,12 +1,11 @@
-"""States of a frozen trunk on a disk: rows by the digest of their tokens, in shards that are read by mmap.
+"""States of a frozen trunk on disk: rows keyed by a digest of their tokens, in shards that are read by mmap.
 
-DIR/states.json         what all rows are of: trunk, tokenizer, corpus, sequence length, dtype; each by its digest
-DIR/NAME.safetensors    some rows: "keys" [N, 16], and of each column that they have a tensor [N, S, H]
+DIR/states.json         what the rows belong to: trunk, tokenizer, corpus, sequence length, dtype; each by its digest
+DIR/NAME.safetensors    some rows: "keys" [N, 16], and for each stored column a tensor [N, S, H]
 
-A column is `HIDDEN`, the trunk's output, or what a layer of it returns (`column_of`). The trunk's loss of a microbatch,
-`LOSS`, stands there as a row of its own, of one number. A shard is written beside its
-place, put on the disk and renamed, so a process that ends at any moment leaves whole shards alone. Shards have names of
-their own: several processes write at once.
+A column is `HIDDEN`, the trunk's output, or the output of one of its layers (`column_of`). The trunk's loss of a
+microbatch, `LOSS`, is a row of one number. A shard is written to a temporary path, flushed to disk and renamed, so a
+killed process leaves only whole shards. Shard names are unique, so several processes can write at once.
 
 Letters in names: N rows, S sequence, H hidden.
 """
@@ -36,23 +35,23 @@ CALLED = {
     "corpus": "another corpus",
     "trunk": "another trunk, or a trunk in another tensor- or expert-parallel layout",
 }
-"""What an entry of the manifest that differs is called."""
+"""Descriptions of manifest entries that differ."""
 
 
 def column_of(layer: int) -> str:
-    """The column of a layer of the trunk, by its number from 1."""
+    """Return the column of a trunk layer, by its number from 1."""
     return f"layer {layer}"
 
 
 class StateStore:
-    """The rows of a folder.
+    """The rows of a cache folder.
 
     Args:
-        folder: it is made where there is none.
-        identity: what its rows are of, by the keys of `CALLED`.
+        folder: created if it does not exist.
+        identity: what the rows belong to, by the keys of `CALLED`.
 
     Raises:
-        ValueError: its rows are of something else, or a file of it is damaged.
+        ValueError: the folder's rows belong to something else, or a file is damaged.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
@@ -75,11 +74,11 @@ class StateStore:
         self.refresh()
 
     def __len__(self) -> int:
-        """Rows of states."""
+        """Number of rows with states."""
         return len({key for of in (self._places, self._new) for key in of.get(HIDDEN, ())})
 
     def refresh(self) -> None:
-        """Take in shards that were written since, by other processes too. Raises ValueError where one is damaged."""
+        """Load shards written since the last call, including other processes'. Raise ValueError if one is damaged."""
         for file in sorted(self.folder.glob("*.safetensors")):
             if file in self._files:
                 continue
@@ -97,7 +96,7 @@ class StateStore:
         return key in self._places.get(column, ()) or key in self._new.get(column, ())
 
     def read(self, key: bytes, column: str) -> Tensor:
-        """The states of a row, [S, H]."""
+        """Return the states of a row, [S, H]."""
         if key in self._new.get(column, ()):
             return self._new[column][key]
         file, row = self._places[column][key]
@@ -105,7 +104,7 @@ class StateStore:
         return states_SH
 
     def add(self, key: bytes, columns: Mapping[str, Tensor]) -> None:
-        """Keep columns [S, H] that a row lacks; they are written when there are enough."""
+        """Buffer missing columns [S, H] of a row; they are written when there are enough."""
         for column, states_SH in columns.items():
             if not self.has(key, column):
                 self._new.setdefault(column, {})[key] = states_SH
@@ -114,7 +113,7 @@ class StateStore:
             self.write()
 
     def write(self) -> None:
-        """Write what is kept, a shard for rows with the same columns, and take in those of others."""
+        """Write buffered rows, one shard for rows with the same columns, and load other processes' shards."""
         keys = dict.fromkeys(key for of in self._new.values() for key in of)
         alike: dict[tuple[str, ...], list[bytes]] = {}
         for key in keys:
@@ -128,10 +127,10 @@ class StateStore:
         self.refresh()
 
     def check_room(self, rows: int, row_bytes: int) -> int:
-        """The bytes that so many rows need beside those that are there.
+        """Return the bytes that this many rows need in addition to the stored ones.
 
         Raises:
-            ValueError: the disk does not have them.
+            ValueError: the disk does not have the space.
         """
         needed, free = max(rows - len(self), 0) * row_bytes, shutil.disk_usage(self.folder).free
         if needed > free:
@@ -142,5 +141,5 @@ class StateStore:
         return needed
 
     def missing(self, keys: Sequence[bytes], columns: Sequence[str]) -> bool:
-        """Return whether some row lacks some column."""
+        """Return whether any row lacks any column."""
         return not all(self.has(key, column) for key in keys for column in columns)

@@ -1,4 +1,4 @@
-"""Texts of which answers alone count, written as a corpus and read as rows."""
+"""Documents of which only responses count, written as a corpus and read as rows."""
 
 from argparse import Namespace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Settings of the verb `attach`, and the commands that they start."""
+"""Settings of the command `attach`, and the commands that it starts."""
 
 from pathlib import Path
 

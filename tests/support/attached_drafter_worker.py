@@ -1,4 +1,4 @@
-"""A rank of a layout: stock models with an attached drafter, by a step of Megatron's schedule, DDP and optimizer.
+"""A rank of a layout: stock models with an attached drafter, one step of Megatron's schedule, DDP and optimizer.
 
     torchrun --nproc-per-node 2 attached_drafter_worker.py FILE tp2-sp dense "eagle3 rows" "dspark packed"
 

@@ -1,4 +1,4 @@
-"""A rank of a layout: stock models with attached depths, through Megatron's schedule, DDP and optimizer.
+"""A rank of a layout: stock models with attached MTP layers, through Megatron's schedule, DDP and optimizer.
 
     torchrun --nproc-per-node 2 attached_worker.py FILE tp2-sp dense "tied adopted rows"
 

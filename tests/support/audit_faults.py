@@ -1,4 +1,4 @@
-"""Faults of checkpoints, planted in small folders of five families, each with the explanation that an audit owes.
+"""Faults of checkpoints, planted in small folders of five families, each with the explanation that an audit must give.
 
 The kinds are those of the field's reports: tensors changed on the way, configs that count what is not there, files that
 no index lists, types, depths that were dropped, layers, depths and experts in another order.

@@ -1,4 +1,4 @@
-"""What the last line of a benchmark has."""
+"""Contents of a benchmark's last line."""
 
 from pathlib import Path
 

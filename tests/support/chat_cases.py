@@ -1,4 +1,4 @@
-"""Chat templates in the shapes of thirteen published families, small and written anew, and by hand what counts.
+"""Chat templates shaped like those of thirteen published families, rewritten small, with hand-marked tokens that count.
 
 In a template ¶ is a line break, and « » are around what a tagged form has in {% generation %}. In an expected text ⟦ ⟧
 are around what a person would mark, the tokens that the model writes. A chat is one expected text or, where the

@@ -1,4 +1,4 @@
-"""A cluster that is not there: the jobs of scripts/slurm run with stand-ins for SLURM's commands."""
+"""A simulated cluster: the jobs of scripts/slurm run with stand-ins for SLURM's commands."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Logits of drafted tokens, and how far two models are apart."""
+"""Logits of draft tokens, and the distance between two models."""
 
 import torch
 from drafting_single import sequences_of

@@ -1,4 +1,4 @@
-"""A data set whose tokens are counted."""
+"""A data set that counts its tokens."""
 
 from pathlib import Path
 

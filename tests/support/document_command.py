@@ -1,4 +1,4 @@
-"""A command of a document or a help text, as bash calls it: run small or, where `LISTED` has a reason, parsed alone.
+"""Run a command of a page or a help text as bash calls it, with small sizes; with a reason in `LISTED`, only parse it.
 
     python document_command.py PROGRAM ARGUMENT ...
 

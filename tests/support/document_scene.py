@@ -1,4 +1,4 @@
-"""What the documents speak of, as small as can be: folders of Hugging Face models with a tokenizer, and texts.
+"""Everything that the pages refer to, as small as possible: Hugging Face model folders with a tokenizer, and documents.
 
 python document_scene.py FOLDER
 """
@@ -52,9 +52,9 @@ def main(folder: Path) -> None:
     shutil.copytree(folder / "models" / "GLM-4.5-Air", hub / "snapshots" / "1a2b")
     shutil.copytree(folder / "models" / "Qwen3-0.6B", folder / "runs" / "smollm2" / "hf")
     package = folder / ".venv" / "lib" / "python3.12" / "site-packages" / "transformers" / "models"
-    package.mkdir(parents=True)
     for number, text in enumerate(texts):
-        (package / f"{number}.py").write_text(text)
+        (package / f"m{number}").mkdir(parents=True)
+        (package / f"m{number}" / f"modeling_m{number}.py").write_text(text)
     words = " ".join(texts).split()
     lines = (json.dumps({"text": " ".join(words[at : at + 40])}) for at in range(0, 48_000, 40))
     (folder / "lines.jsonl").write_text("\n".join(lines))  # documents enough for Megatron's default split

@@ -1,4 +1,4 @@
-"""The documents as tests read them: their fenced blocks, code in their sentences, and parsers for both."""
+"""The pages as tests read them: fenced blocks, code in sentences, and parsers for both."""
 
 import ast
 import re

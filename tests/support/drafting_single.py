@@ -1,4 +1,4 @@
-"""Tiny models that draft, their untouched twins, and a drafter that agrees with the target at a set rate."""
+"""Tiny models that draft, unmodified copies, and a drafter that agrees with the target at a set rate."""
 
 from collections import Counter
 from dataclasses import dataclass, fields, replace

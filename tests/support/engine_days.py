@@ -1,4 +1,4 @@
-"""Days of an engine: requests that come, go and are aborted, and what each makes alone."""
+"""Long runs of an engine: requests that come, go and are aborted, and the output of each alone."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Conversions that fail half-way, and the files that they leave."""
+"""Conversions that fail halfway, and the files that they leave."""
 
 import errno
 from collections.abc import Callable

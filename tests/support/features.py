@@ -1,4 +1,4 @@
-"""Megatron's features in runs with depths: those that were tried, and those that could not be. Plain data.
+"""Megatron's features in runs with MTP layers: tested ones, and ones that could not be tested. Plain data.
 
 `test_features.py` runs every row of `TRIED` beside the same run without the flags;
 docs/reference/features.md shows both tables.

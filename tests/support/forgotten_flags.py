@@ -1,4 +1,4 @@
-"""Megatron's global state, put back between launch lines."""
+"""Restores Megatron's global state between launch lines."""
 
 from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 from megatron.training.global_vars import unset_global_variables

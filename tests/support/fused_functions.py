@@ -1,4 +1,4 @@
-"""Compile what stands between a dense layer's products, as a GPU does, in a process without the stand-ins of a CPU.
+"""Compile the operations between a dense layer's products, as on a GPU, in a process without the CPU substitutes.
 
 python fused_functions.py DEVICE BACKEND    prints, of every case, name, largest difference, how often it was compiled
 """

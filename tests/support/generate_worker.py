@@ -1,4 +1,4 @@
-"""Runs `generate_gpt.py`'s command line several times in one process; prints each exit status and what was said.
+"""Run `generate_gpt.py`'s command line several times in one process; print each exit status and output.
 
 python generate_worker.py '[["--load", "..."], ...]'
 """

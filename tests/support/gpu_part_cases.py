@@ -1,4 +1,4 @@
-"""Parts of a GPU check that go well and wrong, for test_gpu_check.py."""
+"""Parts of a GPU check that succeed and fail, for test_gpu_check.py."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The parallel layouts that must all compute what one process computes: every row here is a test in test_layouts.py.
+"""The parallel layouts that must compute the same as one process: every row here is a test in test_layouts.py.
 
 Plain data, since both the tests and the jobs that they start (layout_jobs.py) read it. A new layout is a row of
 `LAYOUTS`; a new kind of model is a row of `MODELS`.

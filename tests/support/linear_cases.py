@@ -1,4 +1,4 @@
-"""Random heads, states and targets for the chunked losses, and both sides' value and gradients."""
+"""Random output layers, states and targets for the chunked losses, and both sides' values and gradients."""
 
 import random
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""A model whose MTP layer has names of its own."""
+"""A model whose MTP layer uses its own tensor names."""
 
 from pathlib import Path
 

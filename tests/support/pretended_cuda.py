@@ -1,4 +1,4 @@
-"""Tensors that say `cuda` and hold numbers of the CPU: what mixes devices fails as on a GPU, and waits are counted.
+"""CPU tensors that report the device `cuda`: mixing devices fails as on a GPU, and synchronizations are counted.
 
     with pretended_cuda() as waits:
         loss(on_cuda(states)).backward()

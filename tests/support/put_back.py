@@ -1,4 +1,4 @@
-"""Every test finds the process as it was before the others: what a test changed in it is put back.
+"""Restores the process after each test, so that every test starts from the same state.
 
 That is the environment, the folder, the command line, handlers of signals, torch's defaults, and what Megatron keeps of
 a run. Random numbers begin anew. Process groups stay: each test is in a world of one (`megatron` of conftest.py).

@@ -1,4 +1,4 @@
-"""Random small models of every kind that Megatron runs, by seed: sizes, attention, routers, depths and positions.
+"""Random small models of every kind that Megatron can run, by seed: sizes, attention, routers, MTP layers, positions.
 
 Some seeds have a rotary scaling that Megatron cannot compute; these must be refused.
 """

@@ -1,4 +1,4 @@
-"""Flags of a small run, and what a run with them is refused for."""
+"""Flags of a small run, and the error for runs with invalid ones."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Texts and steps of fine-tuning that `megatron-mtp train` takes, and a framework beside it; and what then drafts.
+"""Documents and fine-tuning steps for `megatron-mtp train` and for a framework, and what drafts afterwards.
 
 In a text the next token is a function of the last: so many times it, plus so much.
 """

@@ -38,7 +38,7 @@ OFF = {
     **dict.fromkeys(("gradient_accumulation_fusion", "apply_rope_fusion", "moe_permute_fusion"), False),
     **dict.fromkeys(("moe_router_fusion", "cross_entropy_loss_fusion", "moe_shared_expert_overlap"), False),
     "moe_router_bias_update_rate": 1e-3,
-    "moe_router_load_balancing_type": "none",  # this package's model has no such loss unless it is asked for
+    "moe_router_load_balancing_type": "none",  # this package's model has no such loss unless it is requested
     "params_dtype": torch.float32,
     "pipeline_dtype": torch.float32,
 }

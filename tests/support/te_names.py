@@ -111,7 +111,7 @@ class GroupedLinear(Linear):
         parts = inputs.split(m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits)
         return torch.cat([functional.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)])
 
-    # What checkpoints ask of the real one: state beside the weights, which there is with FP8 alone.
+    # What checkpoints need of the real one: state in addition to weights, which exists only with FP8.
 
     fp8_meta, fp8, fp8_calibration = MappingProxyType({"fp8_checkpoint": False}), False, False
 

@@ -1,4 +1,4 @@
-"""A target and a drafter over three tokens, known exactly: what sampling verifiers are judged against.
+"""A target and a drafter over three tokens with known distributions, to test sampling verifiers.
 
 A verifier's K + 1 tokens (completed from the target where it stopped earlier) must have the target's joint
 distribution; `p_value` is that of a chi-square test over all V^(K+1) outcomes.

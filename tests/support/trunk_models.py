@@ -1,4 +1,4 @@
-"""Small random models of the classes that have no depths of their own, made by transformers with their quirks."""
+"""Small random models of classes without MTP layers, made by transformers, with their special cases."""
 
 from typing import Any
 

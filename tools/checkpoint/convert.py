@@ -1,4 +1,4 @@
-"""Convert checkpoints between Hugging Face and Megatron: the door of `megatron-mtp convert`.
+"""Convert checkpoints between Hugging Face and Megatron; the script form of `megatron-mtp convert`.
 
 python tools/checkpoint/convert.py --help
 """

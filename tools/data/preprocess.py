@@ -1,4 +1,4 @@
-"""Turn text into the `.bin` and `.idx` that Megatron trains on: the door of `megatron-mtp preprocess`.
+"""Tokenize text to the `.bin` and `.idx` that Megatron trains on; the script form of `megatron-mtp preprocess`.
 
 python tools/data/preprocess.py --help
 """

@@ -1,4 +1,4 @@
-"""Write the tables of methods, verifiers and vLLM's keys in docs/reference/methods.md from what each states.
+"""Write the tables of methods, verifiers and vLLM's keys in docs/reference/methods.md from their declared facts.
 
 python tools/docs/method_tables.py
 """

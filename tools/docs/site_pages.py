@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: pages that stand outside of docs/, a page for every module, and links between all of them."""
+"""Hooks of mkdocs.yml: pages from outside docs/, a page for every module, and links between all of them."""
 
 import ast
 import os

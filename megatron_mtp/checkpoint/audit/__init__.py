@@ -1,17 +1,17 @@
-"""Findings on anyone's checkpoint, and on whether two are the same model.
+"""Findings about any checkpoint, and about whether two are the same model.
 
     error     numbers are lost, wrong or unreadable
-    warning   a loader may compute something else than was trained
-    note      worth knowing, and no fault
+    warning   a loader may compute something other than what was trained
+    note      worth knowing, but not a fault
 
-side.py          a folder or a checkpoint, as far as it can be read; the parts of a model by names
-folder.py        opens a Hugging Face folder: config, tensors, JSON files, a drafter's lists
-saved.py         opens a Megatron checkpoint, of Megatron-LM, Megatron-Bridge, ms-swift or this package
+side.py          a folder or a checkpoint, as far as it can be read; parts of a model, by name
+folder.py        open a Hugging Face folder: config, tensors, JSON files, a drafter's lists
+saved.py         open a Megatron checkpoint from Megatron-LM, Megatron-Bridge, ms-swift or this package
 quantization.py  quantized weights, and whether the config lists them as they are stored
-contents.py      does a side hold what its config says, by the plan of its conversion
-looks.py         what one pass over a tensor's numbers notes: bounds, a digest
-numbers.py       what the numbers of one side tell: damage, and weights that no training leaves
-comparing.py     pairs the tensors of two sides by the same plan, reads each once, and says how they differ
+contents.py      whether a side has what its config specifies, by the plan of its conversion
+looks.py         what one pass over a tensor records: bounds and a digest
+numbers.py       what the values of one side show: damage, and weights that no training produces
+comparing.py     pair the tensors of two sides by the same plan, read each once, and explain differences
 auditing.py      the whole audit, with settings and logits of both sides, as plain data
 """
 
@@ -27,9 +27,9 @@ GUESSES = (
     "not finite", "implausible numbers", "type", "tensor missing", "shape", "tensor left over", "other numbers",
     "config", "logits", "not compared", "duplicate tensors", "skipped buffers", "drafter inside",
 )  # fmt: skip
-"""What explains a finding, in the order in which an audit lists them: what explains most comes first."""
+"""Explanations of a finding, most informative first, in the order of an audit's output."""
 SHOWN = 3
-"""Names that a sentence lists."""
+"""Maximum number of names in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Finding:
     """A finding of an audit.
 
     Attributes:
-        guess: the explanation, out of `GUESSES`.
+        guess: the explanation, one of `GUESSES`.
         says: one sentence.
         advice: what to do about it; empty for notes.
-        severity: out of `SEVERITIES`; all but notes make the audit fail.
-        names: the tensors or config keys that it is about.
+        severity: one of `SEVERITIES`; everything but notes makes the audit fail.
+        names: the tensors or config keys that it concerns.
         side: "A" or "B"; empty for a difference between both.
-        figure: the largest difference of numbers; None if none was computed.
+        figure: largest difference of values; None if not computed.
     """
 
     guess: str
@@ -56,13 +56,13 @@ class Finding:
 
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings in the order of a page: by severity, then by guess; equal ones once."""
+    """Sort findings by severity, then by guess, and remove duplicates."""
     once = dict.fromkeys(findings)
     return sorted(once, key=lambda found: (SEVERITIES.index(found.severity), GUESSES.index(found.guess)))
 
 
 def listed(names: Iterable[Any]) -> str:
-    """The first names in quotes, and how many more there are."""
+    """Format the first names in quotes, and how many more there are."""
     every = [f"'{name}'" for name in names]
     return ", ".join(every[:SHOWN]) + (f" and {len(every) - SHOWN} more" if len(every) > SHOWN else "")
 

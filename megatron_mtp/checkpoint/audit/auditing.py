@@ -1,4 +1,4 @@
-"""An audit of one side or two: open, count, read, compare; the result is plain data, for text and JSON.
+"""Audit one side or two: open, count, read and compare. The result is plain data, for text and JSON.
 
 {"sides": [{"side": "A", "path": ..., "form": ..., "depths": ...}], "findings": [{"severity": "error", ...}],
  "compared": {"equal": 120}, "logits": [...], "ok": false}
@@ -44,9 +44,9 @@ from megatron_mtp.megatron.checkpoint import HF_FILES
 from megatron_mtp.megatron.checkpoint.iterations import is_checkpoint
 
 KNOWN = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", CONFIG, ADAPTER)
-"""Files that show that a folder is a model's."""
+"""Files that identify a model's folder."""
 TIE = ("tie_word_embeddings", "untie_embeddings_and_output_weights", "share_embeddings_and_output_weights")
-"""Settings that do not matter where both sides compute with the same head."""
+"""Settings that do not matter if both sides compute with the same output layer."""
 Run = Callable[[Path, Path], list[Any]]
 """`verify.same_logits`: computes a folder and a checkpoint, and returns its checks."""
 
@@ -55,16 +55,16 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
     """Audit one model, or compare two.
 
     Args:
-        a, b: Hugging Face folders or Megatron checkpoints; None to audit the first alone.
-        run: computes both sides, a folder and a checkpoint; None to run nothing.
-        quiet: whether to show no progress bar.
+        a, b: Hugging Face folders or Megatron checkpoints; `b` is None to audit only one.
+        run: function that computes logits of both sides, a folder and a checkpoint; None to run nothing.
+        quiet: whether to hide the progress bar.
 
     Returns:
-        The result in plain data, as above.
+        The result as plain data, as above.
 
     Raises:
-        ValueError: a path is not a model, the sides are a GPT and a hybrid or a drafter and another model, or cannot
-            be run together.
+        ValueError: a path is not a model; the sides are a GPT and a hybrid, or a drafter and another model; or they
+            cannot be run together.
     """
     sides = {"A": open_side(a)} | ({} if b is None else {"B": open_side(b)})
     _check_pair(*sides.values(), computes=run is not None)
@@ -100,7 +100,7 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
 
 
 def _check_pair(*sides: Side, computes: bool) -> None:
-    """Raises ValueError for what other commands compare."""
+    """Raise ValueError for a pair that another command compares."""
     drafter = next((side for side in sides if isinstance(side, DrafterSide)), None)
     if drafter is not None and computes:
         raise ValueError(
@@ -120,7 +120,7 @@ def _check_pair(*sides: Side, computes: bool) -> None:
 
 
 def _logits(run: Run, folder: Path, saved: Path) -> tuple[list[Finding], list[dict[str, Any]]]:
-    """Findings on what both sides compute, and every check in plain data."""
+    """Return findings on what both sides compute, and every check as plain data."""
     try:
         checks = run(folder, saved)
     except (ValueError, RuntimeError) as error:
@@ -136,7 +136,7 @@ def open_side(path: Path) -> Side:
     """Open a folder or a checkpoint, as far as it can be read.
 
     Raises:
-        ValueError: it is not a folder, or holds nothing of a model.
+        ValueError: it is not a folder, or contains nothing of a model.
     """
     if not path.is_dir():
         what = "is a file" if path.is_file() else "does not exist"
@@ -149,7 +149,7 @@ def open_side(path: Path) -> Side:
 
 
 def facts(side: Side, letter: str = "") -> dict[str, Any]:
-    """Facts of a side: trunk, MTP layers, copies, types, quantization."""
+    """Return the facts of a side: trunk, MTP layers, copies, dtypes, quantization."""
     own: dict[str, Any] = {}
     if isinstance(side, MegatronSide):
         own = {"model": "hybrid" if side.pattern else "GPT", "iteration": side.iteration}
@@ -187,15 +187,15 @@ def facts(side: Side, letter: str = "") -> dict[str, Any]:
 
 
 def settings(a: Side, b: Side, same_head: bool) -> list[Finding]:
-    """A finding for every config key or argument that changes the computation and differs.
+    """Return a finding for every config key or argument that changes the computation and differs.
 
     Two configs of one `model_type`, and models that Megatron cannot run, are compared with the defaults of
-    transformers' class: a key that one side writes out and the other leaves to its default is equal. Everything else is
+    transformers' class: a key that one side sets and the other leaves at its default is equal. Everything else is
     compared as Megatron's configuration.
 
     Args:
         a, b: the sides.
-        same_head: whether both sides compute with the same head; then it does not matter which of them ties it.
+        same_head: whether both sides compute with the same output layer; then it does not matter which of them ties it.
     """
     try:
         ours, theirs = _settings(a, b)
@@ -210,7 +210,7 @@ def settings(a: Side, b: Side, same_head: bool) -> list[Finding]:
 
 
 def _strange(a: Side, b: Side) -> Iterator[Finding]:
-    """A note on keys that transformers' class does not know, and that one side has otherwise than the other."""
+    """Return a note on keys that transformers' class does not know and that differ between the sides."""
     from megatron_mtp.checkpoint.verify.reference_forms import unknown_keys
 
     if isinstance(a, HFSide) and isinstance(b, HFSide) and a.keys != b.keys:
@@ -221,7 +221,7 @@ def _strange(a: Side, b: Side) -> Iterator[Finding]:
 
 
 def _settings(*sides: Side) -> list[dict[str, Any]]:
-    """The settings of both sides in one form; raises ValueError where there is none."""
+    """Return the settings of both sides in one form. Raise ValueError if no form holds both."""
     if any(isinstance(side, DrafterSide) for side in sides):
         return [_of_drafter(side) for side in sides]
     keys = [side.keys for side in sides if isinstance(side, HFSide)]
@@ -250,7 +250,10 @@ def _whole(side: Side) -> dict[str, Any]:
 
 
 def _arguments(side: Side) -> Namespace | None:
-    """Megatron's arguments of a side; None if Megatron cannot run its model, ValueError where they are not stored."""
+    """Return Megatron's arguments of a side; None if Megatron cannot run its model.
+
+    Raise ValueError if none are stored.
+    """
     from megatron_mtp.model.arguments import parsed
 
     if isinstance(side, MegatronSide):

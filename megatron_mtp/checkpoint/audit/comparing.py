@@ -1,12 +1,12 @@
-"""The tensors of two sides: which is which, and how those differ that are not equal; each is read once.
+"""Compare the tensors of two sides: pair them, read each once, and explain differences.
 
-    two folders              by name; what is left by the Megatron tensors that each family's rules give to it
-    two checkpoints          by key, with Transformer Engine's other names
-    folder and checkpoint    a step along the plan of conversion for each rule
+    two folders              by name; the rest by the Megatron tensors that each family's rules assign
+    two checkpoints          by key, including Transformer Engine's other keys
+    folder and checkpoint    rule by rule along the conversion plan
 
-A worker holds the tensors of one pair, of large ones some rows, or those of one rule. Copies are compared by digests of
-their bits. A pair of stored tensors that differ is read again, whole, to be explained. Differences of the same kind are
-one finding.
+A worker holds the tensors of one pair (some rows of large ones) or of one rule. Copies are compared by digests of their
+bits. A pair of stored tensors that differs is read again, whole, to explain it. Differences of the same kind become one
+finding.
 """
 
 import math
@@ -39,24 +39,24 @@ from megatron_mtp.megatron.checkpoint import EMBEDDING, FUSED_NORM, OUTPUT, OWN_
 from megatron_mtp.megatron.checkpoint.reader import equal_bits
 
 PADDED = (EMBEDDING, OUTPUT)
-"""Megatron's tensors that have rows of padding, by the layout of the run."""
+"""Megatron's tensors with padding rows, which depend on the layout of the run."""
 NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 CLOSE = 0.1
-"""Largest difference of a quantized weight from its original, as a part of the original's norm."""
+"""Largest difference of a quantized weight from its original, relative to the original's norm."""
 PIECE = 2**20
-"""Numbers that are subtracted at a time."""
+"""Number of values that are subtracted at a time."""
 ADVICE: dict[str, str] = {
     "rounded": "export in the type of side A, if side B is to have the same numbers",
     "other numbers": "check that both are the same model and the same step",
     "not finite": EARLIER,
     "tied copy": "store the head, and set tie_word_embeddings to false",
 }
-"""What to do; REMAKE for what is not here."""
+"""What to do; REMAKE for kinds that are not listed."""
 REMAKE = "convert it again, or correct the names and maps of the program that wrote it"
 EXPLAINING = threading.Lock()
-"""Differences are explained one at a time, since that takes copies."""
+"""Lock: differences are explained one at a time, because that needs copies."""
 Difference = tuple[str, str]
-"""A difference: out of `GUESSES`, and the end of a sentence that begins with the tensor on side B."""
+"""A difference: one of `GUESSES`, and the end of a sentence that begins with the tensor on side B."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class Compared:
     """A compared pair of tensors.
 
     Attributes:
-        name: on side A, or on the side that has it.
-        kind: the difference; None for equal ones.
-        figure: the largest difference of numbers; None if none was computed.
-        bits: of different ones, the bits of side A and of side B; None for a tensor of one number.
+        name: name on side A, or on the side that has it.
+        kind: kind of difference; None if equal.
+        figure: largest difference of values; None if not computed.
+        bits: for a difference, the bits of side A and of side B; None for a tensor with one value.
     """
 
     name: str
@@ -81,11 +81,11 @@ class Pairing:
     """The tensors of two sides.
 
     Attributes:
-        groups: what reads and compares tensors that belong together, with the name of one of them.
+        groups: functions that read and compare tensors that belong together, with the name of one of them.
         shared: names of what both sides have.
-        only_a, only_b: names of what one side has alone, in order.
-        copies: a side, the name of a tensor that it stores and others leave out, and of the tensor that this repeats.
-        unread: names of what both have, in a form that is not read.
+        only_a, only_b: names of what only one side has, in order.
+        copies: a side, the name of a tensor that it stores and others leave out, and the name of the tensor it repeats.
+        unread: names of what both have, in a form that cannot be read.
         findings: what could not be paired or compared.
     """
 
@@ -133,7 +133,7 @@ def pairing(a: Side, b: Side) -> Pairing:
 
 
 def _pair_by_rules(a: HFSide, b: HFSide, found: Pairing) -> None:
-    """Pair what the folders name differently, by Megatron's tensors: other prefixes, packed experts."""
+    """Pair tensors with different names by Megatron's tensors: other prefixes, packed experts."""
     ours, theirs = _made_of(a, found.only_a), _made_of(b, found.only_b)
     for made in (made for made in ours if made in theirs):
         both = ours[made], theirs[made]
@@ -145,7 +145,7 @@ def _pair_by_rules(a: HFSide, b: HFSide, found: Pairing) -> None:
 
 
 def _made_of(side: HFSide, names: Mapping[str, None]) -> dict[tuple[str, Shape | None], list[Rule]]:
-    """The rules of Megatron's tensors that come from these tensors alone, by key and shape; one each for experts."""
+    """Return the rules of Megatron's tensors that need only these tensors, by key and shape; one each for experts."""
     made: dict[tuple[str, Shape | None], list[Rule]] = defaultdict(list)
     for rule in side.plan if names else ():
         if len(rule.mcore) == 1 and all(tensor.name in names for tensor in rule.hf):
@@ -159,7 +159,7 @@ def _made_of(side: HFSide, names: Mapping[str, None]) -> dict[tuple[str, Shape |
 
 
 def _by_key(a: HFSide, b: HFSide, ours: list[Rule], theirs: list[Rule]) -> Iterator[Compared]:
-    """Compare a tensor of Megatron that both folders make, expert by expert where one of them has single ones."""
+    """Compare a tensor of Megatron that both folders produce; expert by expert if one folder has single experts."""
     left, right = (
         [rule.to_mcore([side.read(tensor.name) for tensor in rule.hf])[0] for rule in rules]
         for side, rules in ((a, ours), (b, theirs))
@@ -171,7 +171,7 @@ def _by_key(a: HFSide, b: HFSide, ours: list[Rule], theirs: list[Rule]) -> Itera
 
 
 def _usual(key: str) -> str:
-    """A key under one name, whatever modules saved it."""
+    """Return one common name for a key, whatever modules saved it."""
     if key.startswith("mtp."):  # the layer inside an MTP layer, as some versions have written it
         key = re.sub(r"\.(mtp_model_layer|tf_layer)\.(?!layers\.)", ".transformer_layer.", key)
     key = key.replace(FUSED_NORM, OWN_NORM)
@@ -205,7 +205,7 @@ def _across(folder: HFSide, saved: MegatronSide, letter: str) -> Pairing:
 
 
 def _pair_rule(rule: Rule, folder: HFSide, saved: MegatronSide, letter: str, found: Pairing) -> None:
-    """Pair the tensors of one rule, which makes the folder's of the checkpoint's where these are all there."""
+    """Pair the tensors of one rule, if the checkpoint has all tensors that it needs."""
     every = [[key for key in (piece.key, *piece.aliases) if key in saved.tensors] for piece in rule.mcore]
     for key in (key for keys in every for key in keys):
         found.only_b.pop(key, None)
@@ -228,7 +228,7 @@ def _pair_rule(rule: Rule, folder: HFSide, saved: MegatronSide, letter: str, fou
 def _by_rule(
     rule: Rule, names: list[str], every: list[list[str]], folder: HFSide, saved: MegatronSide, letter: str
 ) -> Iterator[Compared]:
-    """Compare the folder's tensors with those that the checkpoint makes.
+    """Compare the folder's tensors with those that the checkpoint produces.
 
     A weight that Megatron computes with in another form is stored in both, and an export gives back the first alone:
     both are compared.
@@ -276,7 +276,7 @@ def check_lacking(a: Side, b: Side, found: Pairing) -> Iterator[Finding]:
 
 
 def read_all(sides: Sequence[Side], paired: Pairing, bar: tqdm) -> list[Compared]:
-    """Compare what is paired, and look at the other tensors of one side or two, which note what they read."""
+    """Compare all pairs, and scan the remaining tensors of one or both sides."""
 
     def compared(group: tuple[str, Callable[[], Iterable[Compared]]]) -> list[Compared]:
         name, compare = group
@@ -321,7 +321,7 @@ def _by_name(a: Side, name: str, b: Side, match: str) -> Iterator[Compared]:
 
 
 def judged(name: str, left: Tensor, right: Tensor, form: str = "") -> Compared:
-    """Compare the numbers of both sides; `form` names the side that is quantized, and its form."""
+    """Compare the values of both sides; `form` names the quantized side and its form."""
     if equal_bits(left, right):
         return Compared(name)
     if name in PADDED and left.shape[1:] == right.shape[1:]:
@@ -337,7 +337,7 @@ def judged(name: str, left: Tensor, right: Tensor, form: str = "") -> Compared:
 
 
 def explain(a: Tensor, b: Tensor) -> Difference:
-    """Say how two tensors that are not equal differ: the first explanation that fits every number."""
+    """Explain how two unequal tensors differ: the first explanation that fits all values."""
     if a.shape != b.shape:
         return "shape", f"has the shape {list(b.shape)}, not {list(a.shape)}"
     if a.dtype != b.dtype:
@@ -362,7 +362,7 @@ def explain(a: Tensor, b: Tensor) -> Difference:
 
 
 def difference(a: Tensor, b: Tensor) -> float | None:
-    """The largest difference of two tensors of one shape, a part at a time so that little is copied; None of others."""
+    """Return the largest difference of two tensors with the same shape, computed in parts; None if shapes differ."""
     if a.shape != b.shape or a.numel() == 0:
         return None
     pieces = zip(a.flatten().split(PIECE), b.flatten().split(PIECE), strict=True)
@@ -371,11 +371,11 @@ def difference(a: Tensor, b: Tensor) -> float | None:
 
 
 def check_differences(compared: Sequence[Compared], a: Side, b: Side) -> Iterator[Finding]:
-    """Find what differs; a finding for all differences of one kind, and one for tensors that stand elsewhere on side A.
+    """Return a finding for all differences of one kind, and one for tensors that have another place on side A.
 
     Args:
         compared: all tensors of both sides.
-        a, b: the sides, one of which has noted the bits of equal tensors under the name of the pair.
+        a, b: the sides; one of them has recorded the bits of equal tensors under the name of the pair.
     """
     held = {one.name: one.bits[0] if one.bits else _bits_of(one.name, a, b) for one in compared}
     homes = {bits: name for name, bits in reversed(held.items()) if bits is not None}
@@ -402,13 +402,13 @@ def check_differences(compared: Sequence[Compared], a: Side, b: Side) -> Iterato
 
 
 def _bits_of(name: str, *sides: Side) -> Bits | None:
-    """The bits of a tensor, as far as they tell it from others."""
+    """Return the bits of a tensor, enough to tell it from others."""
     look = next((side.looks[name] for side in sides if name in side.looks), None)
     return None if look is None or look.is_constant else look.bits
 
 
 def _places(moved: Mapping[str, str]) -> str:
-    """`side B's model.layers.1 holds side A's model.layers.2 (9 tensors)`, without what both names end with."""
+    """Return `side B's model.layers.1 holds side A's model.layers.2 (9 tensors)`, without the names' common end."""
     counts: Counter[tuple[str, str]] = Counter()
     for name, home in moved.items():
         ours, theirs = name.split("."), home.split(".")

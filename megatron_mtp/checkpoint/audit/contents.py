@@ -1,7 +1,7 @@
-"""Does a side hold what its config says? Names, shapes and types are compared; no numbers are read.
+"""Check whether a side has what its config specifies: names, shapes and dtypes. Values are not read.
 
-A folder is compared with the plan of its conversion, and a trunk that the plan carries with transformers' class. Of a
-checkpoint, and without a family, MTP layers and layers are counted by their names, and compared with each other.
+A folder is compared with the plan of its conversion, and a carried trunk with transformers' class. For a checkpoint,
+and without a family, MTP layers and layers are counted by their names and compared with each other.
 """
 
 from collections import Counter, defaultdict
@@ -32,13 +32,13 @@ GRAFT = "graft those of the model that it was made from (megatron-mtp convert gr
 LOST, FETCH = f"export the MTP layers as well, or {GRAFT}", f"fetch the MTP layers, or {GRAFT}"
 AGAIN = "export or fetch the tensors again"
 FRAME = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight")
-"""Parts of Megatron's MTP layers around the inner layer; parallel heads have the last alone, ERNIE's the others."""
+"""Parts of Megatron's MTP layers around the inner layer; parallel heads have only the last, ERNIE's the others."""
 LOSSY = {"float32": ("bfloat16", "float16"), "bfloat16": ("float16",), "float16": ("bfloat16",)}
-"""A stored type, and the types that cannot hold its numbers."""
+"""A stored dtype, and the dtypes that cannot represent its values."""
 
 
 def contents(side: Side) -> list[Finding]:
-    """Findings on what a side lacks or has too many of, by its own config."""
+    """Return findings about what a side lacks or has in excess, according to its own config."""
     if not side.tensors:
         return []
     wrong = side.misnamed if isinstance(side, HFSide) else {}
@@ -64,11 +64,11 @@ def contents(side: Side) -> list[Finding]:
 
 
 OF_HEADS = ("MTP dropped", "depth missing", "depth incomplete", "depth count", "tensor left over")
-"""Findings that may be about MTP layers alone."""
+"""Findings that may concern only MTP layers."""
 
 
 def _is_only_of_heads(side: Side, found: list[Finding]) -> bool:
-    """True if the trunk would convert: its family does, and all that is wrong is about MTP layers."""
+    """Return whether the trunk would convert: its family supports it, and all problems concern MTP layers."""
     errors = [one for one in found if one.severity == ERROR]
     parts = {side.parts.of(name).kind for one in errors if one.guess == "tensor left over" for name in one.names}
     converts = isinstance(side, HFSide) and side.family is not None
@@ -76,7 +76,7 @@ def _is_only_of_heads(side: Side, found: list[Finding]) -> bool:
 
 
 def _with_trunk_alone(found: Finding) -> Finding:
-    """The finding, with the way that is left where MTP layers are lost, damaged or unknown."""
+    """Add the remaining option to a finding about MTP layers that are lost, damaged or unknown."""
     if found.severity != ERROR or found.guess == "depth count":
         return found
     return replace(found, advice=f"{found.advice}, or convert the trunk alone ({TRUNK_ALONE})")
@@ -92,16 +92,16 @@ def lacking(
     counts: str = "The config says {}, the files hold {}",
     lacks: str = "The files lack {} that the config calls for",
 ) -> Iterator[Finding]:
-    """Compare the tensors that are there with those that should be: findings for MTP layers, the trunk, and the rest.
+    """Compare existing with expected tensors: findings for MTP layers, the trunk, and the rest.
 
     Args:
         parts: how names are read.
-        depths, layers: the indices that should be there.
-        plan: the names that should be there, as far as they are known.
-        held: the names that are there, or that another finding accounts for.
+        depths, layers: expected indices.
+        plan: expected names, as far as they are known.
+        held: names that exist or are covered by another finding.
         where: the side, for messages: " on side B".
-        counts: the sentence about the MTP layers that should be there, and those that are.
-        lacks: the sentence about single tensors.
+        counts: sentence about the expected and existing numbers of MTP layers.
+        lacks: sentence about single tensors.
     """
     lost = [name for name in plan if name not in held]
     lost_depths, there = parts.numbered(DEPTH, lost), parts.numbered(DEPTH, held)
@@ -128,7 +128,7 @@ def lacking(
 
 
 def _uncounted(side: Side, held: int) -> Iterator[Finding]:
-    """MTP layers of the files that the config does not count, and published ones that neither has."""
+    """Report MTP layers in the files that the config does not count, and published layers that neither has."""
     said, says = side.said_depths, ""
     known = side.family.depths if isinstance(side, HFSide) and side.family is not None else None
     if said is not None and held > said:
@@ -149,7 +149,7 @@ def _uncounted(side: Side, held: int) -> Iterator[Finding]:
 
 
 def _of_drafter_inside(side: Side) -> Iterator[Finding]:
-    """What there is of a drafter inside of the model, and what it lacks; tensors and keys belong together."""
+    """Report a drafter inside the model and what it lacks; its tensors and keys must match."""
     inner = side.inside
     if inner is None:
         return
@@ -170,7 +170,7 @@ def _of_drafter_inside(side: Side) -> Iterator[Finding]:
 
 
 def _of_shared_index(side: Side) -> Iterator[Finding]:
-    """A config by which later drafts take the keys of the first, and an MTP layer that chooses none."""
+    """Report a config in which later drafts reuse the keys of the first, if no MTP layer chooses keys."""
     depths = side.parts.numbered(DEPTH, side.tensors)
     shares = side.kept_keys.get(INDEX_SHARE) is True
     if depths and shares and not any(INDEXER in name for own in depths.values() for name in own):
@@ -182,11 +182,11 @@ def _of_shared_index(side: Side) -> Iterator[Finding]:
 
 
 def _of_carried(side: Side) -> CarriedFaults:
-    """Faults of tensors that no rule describes; none of a side with rules for all, or of an unknown class."""
+    """Report faults of tensors without a rule; none if the side has rules for all tensors or an unknown class."""
     if isinstance(side, HFSide):
         of_class, family = side.of_class, side.family
         if family is None or family.untrainable is None:
-            # of a family that is not known here, nobody knows what else its layers may have
+            # layers of an unknown family may have further tensors
             return replace(_carried_faults(side, of_class, {}), left=()) if of_class else CarriedFaults()
     elif side.runs or not side.kept or side.reader is None:
         return CarriedFaults()
@@ -221,7 +221,7 @@ def _left_over(side: HFSide, plan: list[str], carried: Collection[str]) -> Itera
 
 
 def _unknown(side: Side, names: Collection[str]) -> Iterator[Finding]:
-    """Tensors that the model does not have."""
+    """Report tensors that the model does not have."""
     kind = side.kept.get("model_type") if isinstance(side, MegatronSide) else side.config and side.config.model_type
     if names and kind is not None:
         count = counted(len(names), "tensor")
@@ -246,14 +246,14 @@ def _shapes(side: Side, carried: Mapping[str, Shape]) -> Iterator[Finding]:
 
 
 def _is_end(side: HFSide, name: str) -> bool:
-    """True of what a text model has around its layers: embedding, final norm, and a head that the config unties."""
+    """Return whether a tensor is at the ends of a text model: embedding, final norm, or an untied head."""
     if text_key(side.keys) is not None or IN_LAYER.match(name):
         return False
     return side.parts.of(name).kind != HEAD or side.unties
 
 
 def _types(side: HFSide) -> Iterator[Finding]:
-    """Weights that are integers, or whose type differs from other layers'; a whole folder in another type."""
+    """Report integer weights, weights whose type differs from other layers', and a whole folder in another type."""
     types = {name: entry.dtype for name, entry in side.tensors.items() if not is_quantized(entry)}
     integers = {n for n, kind in types.items() if n.endswith(".weight") and not kind.startswith(("float", "bfloat"))}
     layers: dict[str, list[str]] = defaultdict(list)
@@ -283,12 +283,12 @@ def _types(side: HFSide) -> Iterator[Finding]:
 
 
 def _thin(side: Side) -> Iterator[str]:
-    """Tensors that are missing from MTP layers whose inner layer has a part of those of a trunk's layer."""
+    """Report tensors missing from MTP layers whose inner layer has only some tensors of a trunk layer."""
     return thin_depths(*(side.parts.numbered(kind, side.tensors) for kind in (DEPTH, TRUNK)))
 
 
 def _called_for(side: MegatronSide, lost: Collection[str]) -> list[str]:
-    """Tensors that a checkpoint has to hold: ends of the model, frames of MTP layers, and what other layers have.
+    """Return the tensors that a checkpoint must have: ends of the model, frames of MTP layers, what other layers have.
 
     Of a trunk that is carried, those are `lost` that are in a layer of which something is there.
     """
@@ -310,7 +310,7 @@ def _called_for(side: MegatronSide, lost: Collection[str]) -> list[str]:
 
 
 def _of_drafter(side: MegatronSide) -> Iterator[str]:
-    """Keys of the drafter that the arguments name."""
+    """Return the keys of the drafter that the arguments name."""
     from megatron_mtp.checkpoint.convert.drafter_form import head_key
 
     if side.reader is not None and (form := side.drafter) is not None:

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as the conversion reads it; each fault of config, files and lists becomes a finding."""
+"""Open a Hugging Face folder as the conversion reads it; each fault of config, files and lists becomes a finding."""
 
 import re
 from collections.abc import Callable
@@ -41,7 +41,7 @@ REFETCH = "fetch or export that file again"
 CORRECT = "correct the file, or copy that of the model that this was made from"
 GENERATION = "generation_config.json"
 OBJECTS = (GENERATION, "tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
-"""Files that hold an object; others may hold a list."""
+"""Files that contain a JSON object; others may contain a list."""
 
 
 def open_folder(path: Path) -> HFSide:
@@ -87,7 +87,7 @@ def _read_config(side: HFSide) -> None:
 
 
 def _read_tensors(side: HFSide) -> None:
-    """List the tensors, unless the folder's reader refuses it, and look at what loaders do not open.
+    """List the tensors, unless the folder's reader refuses it, and check files that loaders do not open.
 
     A tensor or a file that cannot be read is a finding, and the rest is listed.
     """
@@ -156,7 +156,7 @@ def _read_drafter(side: DrafterSide) -> None:
 
 
 def _check_files(side: HFSide) -> None:
-    """Look at the JSON files of a folder; whether config and index can be read is found elsewhere."""
+    """Check the JSON files of a folder, except whether its config and index can be read."""
     for file in sorted(side.path.glob("*.json")):
         try:
             found = read_json(file)
@@ -173,12 +173,12 @@ def _check_files(side: HFSide) -> None:
 
 
 def _text_keys(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a file, with those of its text model."""
+    """Return the keys of a file, including those of its text model."""
     return {**keys, **keys.get(text_key(keys) or "", {})}
 
 
 def _check_tokens(side: HFSide) -> None:
-    """Look for tokens' ids, in configs and tokenizer, for which the embedding has no row."""
+    """Find token ids in configs and the tokenizer for which the embedding has no row."""
     embeddings = (entry for name, entry in side.tensors.items() if side.parts.of(name).kind == EMBEDDING)
     rows = next((entry.shape[0] for entry in embeddings if entry.shape), None)
     if rows is None:
@@ -204,7 +204,7 @@ def _check_tokens(side: HFSide) -> None:
 
 
 def _object_in(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty without one."""
+    """Return the object in a JSON file; empty without one."""
     with suppress(ValueError):
         found = read_json(path)
         return found if isinstance(found, dict) else {}
@@ -212,7 +212,7 @@ def _object_in(path: Path) -> dict[str, Any]:
 
 
 def _words_in(folder: Path) -> dict[str, int]:
-    """Tokens of a vocabulary that texts have, with their ids."""
+    """Return the text tokens of a vocabulary, with their ids."""
     with suppress(*UNFIT):
         library = _object_in(folder / "tokenizer.json")
         added = {one["content"] for one in library.get("added_tokens", ())}
@@ -222,7 +222,7 @@ def _words_in(folder: Path) -> dict[str, int]:
 
 
 def _of_library(keys: dict[str, Any]) -> dict[str, int]:
-    """Tokens of a `tokenizer.json`, with their ids."""
+    """Return the tokens of a `tokenizer.json`, with their ids."""
     vocabulary = keys.get("model", {}).get("vocab", {})
     listed = (
         {text: index for index, (text, *_) in enumerate(vocabulary)} if isinstance(vocabulary, list) else vocabulary
@@ -238,7 +238,7 @@ TOKENIZERS: dict[str, Callable[[dict[str, Any]], dict[str, int]]] = {
         one["content"]: int(index) for index, one in keys.get("added_tokens_decoder", {}).items()
     },
 }
-"""Files of tokenizers, and the tokens that they hold, with their ids."""
+"""Files of tokenizers, and where their tokens and ids are."""
 _TOKEN = re.compile(r"(^|_)token_ids?$")
 _UNUSED = re.compile(r"unused|reserved|special|control|extra|placeholder|^<.*>$|^\[.*\]$|pad\b", re.IGNORECASE)
 """Tokens that no text needs to have."""
@@ -247,7 +247,7 @@ _SEEN = re.compile(r"image|video|vision|visual|audio|speech", re.IGNORECASE)
 
 
 def _check_values(side: HFSide) -> None:
-    """Read the config as the family does: what it cannot use is damaged; what it does not know may be sound."""
+    """Read the config as the family does. Values that it cannot use are damaged; unknown values may be sound."""
     family, config = side.family, side.config
     if family is None or config is None or any(found.guess == "damaged config" for found in side.findings):
         return

@@ -1,7 +1,7 @@
-"""What one pass over a tensor's numbers notes, so that an audit reads each tensor once: type, bounds, digests.
+"""What one pass over a tensor records, so that an audit reads each tensor once: dtype, bounds, digests.
 
-A digest is made of each row in up to eight blocks of columns: all of them together tell whether two tensors are equal,
-and alone whether a part of one tensor is zeros or repeats another part, as where a shard is missing or was taken twice.
+Each row has a digest for up to eight blocks of columns. Together they tell whether two tensors are equal; individually
+they tell whether a part of one tensor is zeros or repeats another part, as when a shard is missing or was used twice.
 """
 
 import math
@@ -16,31 +16,31 @@ from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.megatron.checkpoint.reader import bounds
 
 WORDS = 2**18
-"""Words that are multiplied at a time: their factors stay in a processor's cache."""
+"""Words that are multiplied at a time, so that their factors stay in the processor's cache."""
 SPLITS = (8, 4, 2)
-"""Parts of a dimension that are compared, as tensor-parallel ranks have them."""
+"""Number of parts of a dimension that are compared, like those of tensor-parallel ranks."""
 LEAST = 4
 """Rows or columns of the smallest part that is compared."""
 Bits = tuple[torch.dtype, Shape, int]
-"""Equal for tensors that are equal bit by bit, and different for others, but for one chance in 2^48 or fewer."""
+"""Digest: equal for bit-identical tensors; different for others, except with a probability of at most 2^-48."""
 Run = tuple[int, int]
-"""Rows or columns of a matrix, from the first to the one past the last."""
+"""Rows or columns of a matrix: first, and last plus one."""
 
 
 @dataclass
 class Look:
-    """What was seen of a tensor.
+    """Record of one pass over a tensor.
 
-    A digest is the sum of 8-byte words, each times a random odd factor of its place, modulo 2^64. Unlike a
-    cryptographic one it costs no more than reading memory, and the pieces of a tensor may have any number of rows.
+    A digest is the sum of 8-byte words, each multiplied by a random odd factor of its position, modulo 2^64. Unlike a
+    cryptographic digest, it costs no more than reading memory, and the pieces of a tensor may have any number of rows.
 
     Attributes:
         dtype, shape: of the whole tensor.
-        low, high: the smallest and the largest number; NaN if there is one. None of integers and FP8.
-        is_whole: whether every number was seen once.
-        zero_rows: of a matrix, or of each matrix of a stack, the runs of rows that are all zeros.
-        zero_columns: the blocks of columns that are all zeros.
-        twice: two parts of equal bits, and whether they are rows or columns; None without.
+        low, high: smallest and largest value; NaN if there is one. None for integers and FP8.
+        is_whole: whether every value was read exactly once.
+        zero_rows: runs of rows that are all zeros, for a matrix or each matrix of a stack.
+        zero_columns: blocks of columns that are all zeros.
+        twice: two parts with equal bits, and whether they are rows or columns; None if there are none.
     """
 
     dtype: torch.dtype
@@ -57,13 +57,13 @@ class Look:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Look":
-        """Look at a whole tensor."""
+        """Scan a whole tensor."""
         look = cls(tensor.dtype, tuple(tensor.shape))
         look.see(tensor)
         return look
 
     def see(self, piece: Tensor) -> None:
-        """Look at the next rows of the tensor."""
+        """Scan the next rows of the tensor."""
         piece = piece.detach()
         self.bound(*bounds(piece))
         if not self.is_whole:
@@ -75,7 +75,7 @@ class Look:
             self._finish(torch.cat(self._digests))
 
     def _finish(self, digests_RB: Tensor) -> None:
-        """Keep of the digests of all rows what is needed: they take 64 bytes a row."""
+        """Keep only the needed digests of rows: all of them take 64 bytes a row."""
         self._digests = []
         self._sum = _total(digests_RB) % 2**64
         columns = self.shape[-1] if len(self.shape) > 1 else 1
@@ -102,22 +102,22 @@ class Look:
 
     @property
     def is_finite(self) -> bool:
-        """True without NaN and infinities, and of integers and FP8."""
+        """Whether it has no NaN or infinity; always true for integers and FP8."""
         return self.low is None or self.high is None or (math.isfinite(self.low) and math.isfinite(self.high))
 
     @property
     def is_constant(self) -> bool:
-        """True if all numbers are the same."""
+        """Whether all values are the same."""
         return self.low is not None and self.low == self.high
 
     @property
     def bits(self) -> Bits | None:
-        """The digest with type and shape; None if only slabs were read."""
+        """The digest with dtype and shape; None if only slabs were read."""
         return None if self._sum is None else (self.dtype, self.shape, self._sum)
 
 
 def _digests(piece: Tensor, shape: Shape) -> Tensor:
-    """Digests [R, B] of the rows of a piece, in B blocks of columns; a vector has a row for each number.
+    """Return digests [R, B] of a piece's rows, in B blocks of columns; a vector has one row per number.
 
     Words are of 64 bits, or of fewer where a block does not have whole ones.
     """
@@ -139,7 +139,7 @@ def _digests(piece: Tensor, shape: Shape) -> Tensor:
 
 
 def _total(digests_RB: Tensor) -> int:
-    """The digest of a whole tensor from those of its rows' blocks."""
+    """Return the digest of a whole tensor, from the digests of its rows' blocks."""
     found = 0
     for index, part in enumerate(digests_RB.reshape(-1).split(WORDS)):
         found += int(torch.dot(part, _factors(1)[: part.numel()])) * (2 * index + 1)
@@ -147,13 +147,13 @@ def _total(digests_RB: Tensor) -> int:
 
 
 def _runs(marked: Tensor) -> Iterator[Run]:
-    """Runs of true values."""
+    """Return the runs of true values."""
     edges = marked.int().diff(prepend=torch.zeros(1), append=torch.zeros(1))
     yield from zip((edges > 0).nonzero()[:, 0].tolist(), (edges < 0).nonzero()[:, 0].tolist(), strict=True)
 
 
 def _twice(digests: Tensor, width: int) -> Iterator[tuple[Run, Run]]:
-    """Parts of the first dimension that are equal and not zeros, the largest first; each entry stands for `width`."""
+    """Find equal parts of the first dimension that are not zeros, largest first; each entry represents `width` rows."""
     for count in sorted(SPLITS):
         size = len(digests) // count
         if len(digests) % count or size * width < LEAST:

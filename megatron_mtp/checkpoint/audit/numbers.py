@@ -1,7 +1,7 @@
-"""What the numbers of one side tell, once each tensor was read: damage, and weights that no training leaves.
+"""Findings from the values of one side, after each tensor was read: damage, and weights that no training produces.
 
-Biases of zeros, norms of ones, copies of embedding and head, and MTP layers that the config repeats are as they should
-be. Drafters' tensors and vision towers are looked at for NaN alone, since some of them begin as zeros.
+Zero biases, norms of ones, copies of embedding and output layer, and MTP layers that the config repeats are expected.
+Tensors of drafters and vision towers are only checked for NaN, because some of them are initialized with zeros.
 """
 
 import re
@@ -32,17 +32,17 @@ GUESS = "implausible numbers"
 EARLIER = "take these tensors from an earlier save"
 RELEASE = "take them from the release or from an earlier save, or train them"
 HUGE, TINY = 65504.0, 1e-12
-"""No trained weight has numbers above float16's largest, and none has only numbers that are so near to 0."""
+"""No trained weight has values above float16's largest, or only values this close to 0."""
 CENTERED = ("gemma", "intern_s2", "nemotron", "qwen3_5", "qwen3_next", "recurrent_gemma", "step3", "vaultgemma")
-"""Beginnings of the `model_type`s whose norms multiply by 1 + w, so that a new norm is 0."""
+"""Prefixes of the `model_type`s whose norms multiply by 1 + w, so that a new norm is 0."""
 ROWS = 2**12
 """Rows of a matrix that are compared at a time."""
 MERGE = "mergekit_config.yml"
 """A file of merges, which may repeat layers."""
 SHARDS = 8
-"""The smallest part of a matrix that is looked for as a lost shard is one in so many."""
+"""The smallest fraction of a matrix that is checked as a lost shard is 1 over this number."""
 FIRST_PROJECTION = "eh_proj.weight"
-"""In new MTP layers it is [0 | I]."""
+"""Its value in new MTP layers is [0 | I]."""
 _NORM = re.compile(r"norm\w*\.(m\.)?weight$")
 _ROUTER = re.compile(r"\b(gate|router|router\.\w+)\.weight$")
 _INPUT = re.compile(r"(enorm|hnorm)\.weight$")
@@ -50,11 +50,11 @@ _EXPERT = re.compile(r"(.*\bexperts\.)(\d+)\.")
 
 
 def check_numbers(side: Side, ties: bool = False) -> Iterator[Finding]:
-    """Find numbers that are not finite, tensors that cannot be read, copies, and weights that no training leaves.
+    """Find NaN and infinities, unreadable tensors, copies, and weights that no training produces.
 
     Args:
         side: a side whose tensors were read.
-        ties: whether the model is known to be tied, so that a head may repeat the embedding.
+        ties: whether the model is known to be tied, so that the output layer may repeat the embedding.
     """
     if side.errors:
         says = f"{counted(len(side.errors), 'tensor')} cannot be read: {listed(side.errors)}. "
@@ -88,7 +88,7 @@ def check_numbers(side: Side, ties: bool = False) -> Iterator[Finding]:
 
 
 def differ(side: Side, name: str, base: str) -> bool:
-    """True if two tensors were read and have other numbers; those of two types are read again."""
+    """Return whether two tensors were read and have different values; tensors with different dtypes are read again."""
     if name not in side.looks or base not in side.looks or side.looks[name].bits == side.looks[base].bits:
         return False
     one, other = side.looks[name], side.looks[base]
@@ -99,7 +99,7 @@ def differ(side: Side, name: str, base: str) -> bool:
 
 
 def _sizes(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
-    """Weights whose numbers are all the same, too large, or too small."""
+    """Report weights whose numbers are all the same, too large, or too small."""
     found: dict[str, list[str]] = defaultdict(list)
     config = side.kept if isinstance(side, MegatronSide) else side.config
     keys = config.keys if isinstance(config, HFConfig) else config or {}
@@ -125,7 +125,7 @@ def _sizes(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
 
 
 def _severity(side: Side) -> str:
-    """Of a model that is not known here, nobody knows whether its training leaves such weights."""
+    """Return NOTE for a model of an unknown family, whose training may leave such weights; else WARNING."""
     return NOTE if isinstance(side, HFSide) and side.family is None else WARNING
 
 
@@ -136,12 +136,12 @@ def _is_centered(side: Side) -> bool:
 
 
 def _named(names: list[str]) -> str:
-    """Names in quotes, or as one pattern where that is short."""
+    """Return names in quotes, or as one pattern if that is short."""
     return listed(names) if len(names) < 3 else f"{counted(len(names), 'tensor')}, {unnumbered(names):.200}"
 
 
 def _parts(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
-    """Matrices a part of which is zeros, or repeats another part: a shard is missing, or was taken twice.
+    """Report matrices with a part that is zeros or repeats another part: a shard is missing, or was taken twice.
 
     Rows of embedding and head are tokens (`_zero_tokens`), and a stack of experts may have some of zeros.
     """
@@ -168,7 +168,7 @@ def _parts(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
 
 
 def _zero_tokens(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
-    """Rows of embedding and head that are zeros although they are those of tokens, and no padding behind them.
+    """Report zero rows of the embedding and head that belong to tokens and are not padding.
 
     Without a tokenizer, rows at the end are padding if they are fewer than half, or behind the vocabulary that a
     training was given; a single row may be a special token's.
@@ -199,7 +199,7 @@ def _zero_tokens(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
 
 
 def _repeats(side: Side, bits: Mapping[str, Bits], ties: bool) -> Iterator[Finding]:
-    """Weights that repeat others without a reason in the config; the first explanation accounts for a tensor."""
+    """Report weights that repeat others without a reason in the config; a tensor is reported once."""
     matrices = {name: own for name, own in bits.items() if len(own[1]) > 1}
     told: set[str] = set()
     for find in (_depths, _layers, _norms, _experts) if ties else (_head, _depths, _layers, _norms, _experts):
@@ -218,12 +218,12 @@ def _repeats(side: Side, bits: Mapping[str, Bits], ties: bool) -> Iterator[Findi
 
 
 def _is_end(side: Side, name: str) -> bool:
-    """True of embedding and head, and of an MTP layer's copies of them."""
+    """Return whether a tensor is an embedding or head, or an MTP layer's copy of one."""
     return side.parts.of(name).kind in (EMBEDDING, HEAD) or name.endswith(OF_EMBEDDING + OF_HEAD)
 
 
 def _head(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
-    """A head that is the embedding, although the config says that they are apart."""
+    """Report a head that equals the embedding, although the config says that they are not tied."""
     embedding, head = (
         next((name for name in bits if side.parts.of(name).kind == kind), None) for kind in (EMBEDDING, HEAD)
     )
@@ -235,7 +235,7 @@ def _head(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
 
 
 def _depths(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
-    """MTP layers that are copies of other MTP layers, or of a layer of the trunk."""
+    """Report MTP layers that are copies of other MTP layers, or of a trunk layer."""
     inner = [name for name in bits if not _is_end(side, name)]
     depths, layers = (side.parts.numbered(kind, inner) for kind in (DEPTH, TRUNK))
     new = isinstance(side, MegatronSide) and side.iteration == 0
@@ -260,7 +260,7 @@ def _depths(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
 
 
 def _layers(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
-    """Layers of the trunk, or single weights of them, that are those of an earlier layer."""
+    """Report trunk layers, or single weights of them, that equal an earlier layer's."""
     layers = side.parts.numbered(TRUNK, bits)
     homes: dict[tuple[str, Bits], int] = {}
     same: dict[tuple[int, int], list[str]] = defaultdict(list)
@@ -283,14 +283,14 @@ def _layers(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
 
 
 def _asked(new: bool) -> tuple[str, str]:
-    """Advice and severity; MTP layers that attach-mtp has just made begin as copies."""
+    """Return advice and severity; MTP layers that attach-mtp has just made start as copies."""
     return (
         ("", NOTE) if new else ("take the depth from the release or from the run that trained it, or train it", WARNING)
     )
 
 
 def _norms(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
-    """Norms of a layer, or of an MTP layer's input, that are equal; Megatron stores other norms under two names."""
+    """Report equal norms in a layer or in an MTP layer's input; Megatron stores other norms under two names."""
     pattern = _INPUT if isinstance(side, MegatronSide) else _NORM
     vectors = [name for name, own in bits.items() if len(own[1]) == 1 and pattern.search(name)]
     for kind in (DEPTH, TRUNK):
@@ -303,7 +303,7 @@ def _norms(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
 
 
 def _experts(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
-    """Single experts of a layer that are copies of others; where all are, the layer was made so."""
+    """Report single experts of a layer that are copies of others; if all are, the layer was made that way."""
     groups: dict[str, dict[str, dict[str, Bits]]] = defaultdict(lambda: defaultdict(dict))
     for name, own in bits.items():
         if match := _EXPERT.match(name):

@@ -1,6 +1,6 @@
-"""Quantized folders: the form of every weight against what the config promises it, and the numbers of its scales.
+"""Quantized folders: compare the form of every weight with the config, and check the values of its scales.
 
-Of every cause there is one finding, with the line of the config to change.
+Each cause gets one finding, with the config line to change.
 """
 
 import re
@@ -30,36 +30,36 @@ from megatron_mtp.checkpoint.hf.quantized import (
 GUESS = "quantization"
 RESTORE = "restore the weight with its scale, or remove what does not belong"
 SCALES = re.compile(r"\.(qzeros|scales|g_idx|SCB|weight_(scale(_2|_inv)?|zero_point|global_scale|shape|g_idx))$")
-"""Names of the parts of a weight beside its numbers."""
+"""Names of a weight's parts other than its values."""
 STATE = re.compile(r"\.weight(_format|\.quant_state\..+)$|\.pre_quant_scale$")
-"""Names of further tensors beside a weight."""
+"""Names of further tensors of a weight."""
 PROJECTIONS = frozenset(
     "q_proj k_proj v_proj o_proj qkv_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj gate_proj up_proj down_proj "
     "gate_up_proj".split()
 )
-"""Modules that engines quantize wherever the config does not except them, even if no layer has them quantized."""
+"""Modules that engines quantize unless the config excludes them, even if no layer has them quantized."""
 WHOLE, NOTHING = "not quantized", "no quantization"
 _FORMS = frozenset(form.name for form in FORMS)
 _POWERS = str(E8M0).removeprefix("torch.")
 QUANTIZED_LATER, EXPERTS_ALONE = "bitsandbytes", "mxfp4"
-"""The method that quantizes what it loads, and that of gpt-oss, which leaves all but experts as they are."""
+"""The method that quantizes during loading, and that of gpt-oss, which quantizes only experts."""
 
 
 def is_quantized(entry: StoredTensor) -> bool:
-    """True if a weight is stored in a quantized form."""
+    """Return whether a weight is stored in a quantized form."""
     kind = getattr(torch, entry.dtype, None)
     return kind in FP8 or not isinstance(kind, torch.dtype)
 
 
 def _is_coded(entry: StoredTensor) -> bool:
-    """True if a weight is stored in a form, or as FP8 whose form is not known."""
+    """Return whether a weight is quantized in a known form, or in FP8 of an unknown form."""
     return entry.dtype in _FORMS or getattr(torch, entry.dtype, None) in FP8[:2]
 
 
 def check_parts(side: HFSide) -> None:
-    """Leave out scales of activations, and further parts beside a weight; name scales without numbers.
+    """Skip activation scales and further parts of a weight; report scales without a weight.
 
-    A tensor of type E8M0 is a scale, whatever its name.
+    A tensor of dtype E8M0 is a scale, whatever its name.
     """
     if not (side.quantized or side.quantization.keys):
         return
@@ -85,9 +85,10 @@ def check_parts(side: HFSide) -> None:
 
 
 def scale_fault(weight: Quantized, tensors: dict[str, Tensor]) -> str:
-    """The fault in the numbers of a weight's scales; empty without one.
+    """Return what is wrong with the values of a weight's scales; empty if nothing is.
 
-    A scale of 0 is right where all numbers are 0 as well, so these are decoded with a scale of 1 there and 0 elsewhere.
+    A scale of 0 is correct if all its values are 0 as well, so these are decoded with a scale of 1 there and 0
+    elsewhere.
     """
     scales = {part: one for part, one in tensors.items() if "scale" in part or part == "SCB"}
     for part, scale in scales.items():
@@ -103,7 +104,7 @@ def scale_fault(weight: Quantized, tensors: dict[str, Tensor]) -> str:
 
 
 def check_scales(side: Opened) -> Iterator[Finding]:
-    """Findings about scales whose numbers are wrong, once all weights were read."""
+    """Return findings about scales with wrong values, after all weights were read."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name, fault in side.scales.items():
         groups[fault.partition("' ")[2]].append(name)
@@ -116,7 +117,7 @@ def check_scales(side: Opened) -> Iterator[Finding]:
 
 
 def check_quantization(side: HFSide) -> Iterator[Finding]:
-    """Compare the forms of weights with what config and lists say of them."""
+    """Compare the forms of weights with what config and module lists specify."""
     settings = side.quantization
     yield from _check_types(side)
     coded = [name for name, entry in side.tensors.items() if _is_coded(entry) and name.endswith(("weight", "_proj"))]
@@ -143,7 +144,7 @@ def _check_types(side: HFSide) -> Iterator[Finding]:
 
 
 def _described(side: HFSide, settings: QuantizationSettings, coded: list[str]) -> Finding:
-    """A note: the forms of trunk and MTP layers, what is not read, and whether the right modules can be judged."""
+    """Return a note on the quantization of trunk and MTP layers, what is not read, and which checks are possible."""
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     for name in coded:
         kinds["MTP layers" if side.parts.of(name).kind == DEPTH else "trunk"][side.tensors[name].dtype] += 1
@@ -158,7 +159,7 @@ def _described(side: HFSide, settings: QuantizationSettings, coded: list[str]) -
 
 
 def _check_promises(side: HFSide, settings: QuantizationSettings, coded: list[str]) -> Iterator[Finding]:
-    """Compare every weight of trunk and MTP layers with the forms that the config promises it."""
+    """Compare every weight of trunk and MTP layers with the form that the config gives for it."""
     leaves = {_leaf(name) for name in coded} | (frozenset() if settings.method == EXPERTS_ALONE else PROJECTIONS)
     against: dict[tuple[str, str], list[str]] = defaultdict(list)
     depths = None if side.family is None else side.family.depths
@@ -196,14 +197,14 @@ def _check_promises(side: HFSide, settings: QuantizationSettings, coded: list[st
 
 
 def _is_meant(entry: str, weight: str) -> bool:
-    """True if an entry of a list would name a weight's module, had both the same prefix before `layers.`."""
+    """Return whether an entry of a list would match a weight's module if both had the same prefix before `layers.`."""
     prefix, found, tail = entry.partition("layers.")
     own, _, module = module_of(weight).partition("layers.")
     return bool(found) and prefix not in ("", own) and names(tail, module, MODELOPT)
 
 
 def _remedy(side: HFSide, settings: QuantizationSettings, stored: str, promise: str, members: list[str]) -> str:
-    """The line of the config to change where weights are not as it promises them."""
+    """Return the config line to change if weights are not in the form that it gives."""
     entries = dict.fromkeys(one for name in members if (one := settings.listing(module_of(name))))
     if entries:
         key = next(key for key, each in settings.lists.items() if entries.keys() & set(each))
@@ -220,7 +221,7 @@ def _remedy(side: HFSide, settings: QuantizationSettings, stored: str, promise: 
 
 
 def _check_names_in_vllm(side: HFSide, settings: QuantizationSettings, leaves: set[str]) -> Iterator[Finding]:
-    """Look for whole weights of MTP layers whose modules the lists name, but not as vLLM calls them."""
+    """Find unquantized MTP weights whose modules are on the lists, but not under vLLM's names."""
     whole = (name for name in side.tensors if name not in side.quantized and _leaf(name) in leaves)
     own = {name: in_vllm(side, module_of(name)) for name in whole if name.endswith(".weight")}
     listed_here = (name for name in own if settings.promised(module_of(name)) == [])
@@ -233,7 +234,7 @@ def _check_names_in_vllm(side: HFSide, settings: QuantizationSettings, leaves: s
 
 
 def in_vllm(side: HFSide, module: str) -> str:
-    """The name of a module in vLLM."""
+    """Return vLLM's name of a module."""
     stored = None if side.family is None else side.family.depths
     if stored is None or side.config is None:
         return module
@@ -241,7 +242,7 @@ def in_vllm(side: HFSide, module: str) -> str:
 
 
 def _entries(side: HFSide, settings: QuantizationSettings, members: list[str]) -> str:
-    """Entries of a list that name these modules: a pattern for whole layers where the method has some."""
+    """Return list entries for these modules: one pattern per whole layer if the method supports patterns."""
     layers = {layer_of(module_of(name)) for name in members}
     free = not any(name.startswith(tuple(f"{layer}." for layer in layers)) for name in side.quantized)
     if free and settings.keys.get("quant_method") == COMPRESSED:
@@ -252,12 +253,12 @@ def _entries(side: HFSide, settings: QuantizationSettings, members: list[str]) -
 
 
 def _weights(side: HFSide, members: Iterable[str]) -> str:
-    """`25 weights of the MTP layers`."""
+    """Return `25 weights of the MTP layers`."""
     kinds, named = {side.parts.of(name).kind for name in members}, list(members)
     whose = {frozenset({DEPTH}): " of the MTP layers", frozenset({TRUNK}): " of the trunk"}.get(frozenset(kinds), "")
     return counted(len(named), "weight") + whose
 
 
 def _leaf(name: str) -> str:
-    """The module's own name: `q_proj`."""
+    """Return the module's last name: `q_proj`."""
     return module_of(name).rpartition(".")[2]

@@ -1,7 +1,7 @@
-"""A Megatron checkpoint as it was saved, by whatever program: Megatron-LM, Megatron-Bridge, ms-swift, this package.
+"""A Megatron checkpoint as saved by any program: Megatron-LM, Megatron-Bridge, ms-swift, this package.
 
-The arguments of its model are in the checkpoint itself, or in Megatron-Bridge's `run_config.yaml`; without them its
-tensors are described by their keys alone.
+The model's arguments are in the checkpoint itself or in Megatron-Bridge's `run_config.yaml`; without them, the tensors
+are described only by their keys.
 """
 
 from argparse import Namespace
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm
 
 NESTED = "language_model."
-"""What keys of the text model begin with in checkpoints of multimodal models; it is left out of `tensors`."""
+"""Key prefixes of the text model in checkpoints of multimodal models; left out of `tensors`."""
 RUN_CONFIG = "run_config.yaml"
 FROM_CHECKPOINT = "the checkpoint"
 
@@ -37,11 +37,11 @@ class MegatronSide(Opened):
     """A distributed checkpoint of Megatron.
 
     Attributes:
-        reader: reads it; None if not even the list of its tensors can be read.
-        args: the arguments of its model; None if it stores none.
-        args_from: what the arguments were read from.
-        kept: the `config.json` that a conversion kept beside it; empty without one.
-        iteration: the number of its iteration.
+        reader: its reader; None if not even the list of its tensors can be read.
+        args: the model's arguments; None if it stores none.
+        args_from: where the arguments were read from.
+        kept: the `config.json` that a conversion stored with it; empty if there is none.
+        iteration: number of its iteration.
     """
 
     reader: DistReader | None = None
@@ -52,25 +52,25 @@ class MegatronSide(Opened):
     form = "Megatron distributed checkpoint"
 
     def argument(self, *names: str) -> Any:
-        """The first of these arguments that is there and not None."""
+        """Return the first of these arguments that is set."""
         return next((value for name in names if (value := getattr(self.args, name, None)) is not None), None)
 
     @property
     def pattern(self) -> str | None:
-        """The layers of a hybrid (`--hybrid-layer-pattern`); None of a GPT."""
+        """Layers of a hybrid model (`--hybrid-layer-pattern`); None for a GPT."""
         found = self.argument("hybrid_layer_pattern", "hybrid_override_pattern")
         return found if isinstance(found, str) else None
 
     @property
     def layers(self) -> int | None:
-        """The number of the trunk's layers in the arguments, or in the config of a model that Megatron cannot run."""
+        """Number of trunk layers, from the arguments, or from the config of a model that Megatron cannot run."""
         runs = self.runs or self.args is None
         found = self.argument("num_layers") if runs else self.kept.get("num_hidden_layers")
         return found if is_count(found) else None
 
     @property
     def said_depths(self) -> int | None:
-        """The number of MTP layers in the arguments; a repeated layer serves them all."""
+        """Number of MTP layers in the arguments; a repeated layer serves them all."""
         takes_place = self.argument("drafter") and not self.argument(BESIDE_MTP)
         found = 0 if takes_place else self.argument("mtp_num_layers")
         if not is_count(found):
@@ -79,19 +79,19 @@ class MegatronSide(Opened):
 
     @property
     def tied(self) -> bool | None:
-        """True if embedding and head are one; None if no argument says it."""
+        """Whether embedding and output layer are tied; None if no argument specifies it."""
         shares = self.argument("share_embeddings_and_output_weights")  # as Megatron-Bridge calls it
         unties = self.argument("untie_embeddings_and_output_weights")
         return shares if shares is not None else None if unties is None else not unties
 
     @property
     def unties(self) -> bool:
-        """True if the arguments say that embedding and head are apart."""
+        """Whether the arguments specify that embedding and output layer are separate."""
         return self.tied is False
 
     @property
     def repeats(self) -> bool:
-        """True if all MTP layers are one layer."""
+        """Whether all MTP layers are one repeated layer."""
         return bool(self.argument("mtp_use_repeated_layer"))
 
     @override
@@ -100,12 +100,12 @@ class MegatronSide(Opened):
 
     @property
     def runs(self) -> bool:
-        """True if Megatron can run the model, so that its modules say which tensors there must be."""
+        """Whether Megatron can run the model, so that its modules determine the expected tensors."""
         return self.args is not None and not getattr(self.args, "megatron_mtp_untrainable", None)
 
     @property
     def drafter(self) -> "DrafterForm | None":
-        """The form of the drafter that the arguments name; None without one."""
+        """Form of the drafter named in the arguments; None if there is none."""
         from megatron_mtp.checkpoint.convert.drafter_form import stored_form
 
         if self.reader is None or self.args is None or not self.runs or not self.argument("drafter"):
@@ -114,13 +114,13 @@ class MegatronSide(Opened):
 
     @property
     def parts(self) -> Parts:
-        """Parts of its keys: Megatron's MTP layers are `mtp.layers`, carried ones have the folder's names."""
+        """How its keys are read: Megatron's MTP layers are `mtp.layers`; carried ones have the folder's names."""
         stages = frozenset() if self.inside is None else self.inside.names
         return Parts(None if self.runs else self.layers, stages=stages)
 
     @property
     def kept_keys(self) -> Mapping[str, Any]:
-        """The keys of the config that a conversion kept."""
+        """Keys of the config that a conversion stored."""
         return self.kept
 
 

@@ -1,9 +1,9 @@
-"""One side of an audit, as far as it can be read: what is damaged or missing becomes a finding, and the rest is listed.
+"""One side of an audit, as far as it can be read: damaged or missing parts become findings, and the rest is listed.
 
 model.layers.61.eh_proj.weight of a model of 61 layers      depth 0
 mtp.layers.0.mlp.up_proj.weight, mtp.fc.weight              depth 0
 decoder.layers.3.mlp.linear_fc1.weight                      trunk, layer 3
-drafter.layers.0.mlp.linear_fc1.weight                      beside the trunk
+drafter.layers.0.mlp.linear_fc1.weight                      not in the trunk
 """
 
 import re
@@ -40,19 +40,20 @@ if TYPE_CHECKING:
     from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm
 
 DEPTH_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
-"""Config keys that count MTP layers, of families known here and of others."""
+"""Config keys that count MTP layers, of known and other families."""
 BLOCKS = "mtp_layers_block_type"
 """Nemotron-H's other key for the layers inside an MTP layer; without it they are attention and experts."""
 UNFIT = (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, OverflowError)
-"""What the rules of a family raise for a config that they do not fit."""
+"""Exceptions of a family's rules for a config that they do not fit."""
 UNREADABLE = (ValueError, OSError, RuntimeError)
-"""What reading a damaged file raises, and converting what it holds."""
+"""Exceptions when reading a damaged file or converting its contents."""
 TRUNK, DEPTH, EMBEDDING, HEAD, BESIDE, STAGE = KINDS = ("trunk", "depth", "embedding", "head", "beside", "drafter")
 OF_EMBEDDING, OF_HEAD = ("embed_tokens.weight",), ("shared_head.head.weight", "shared_head.output.weight")
 ONE_LAYER = re.compile(r"mtp_(unroll$|\w*(repeat|share|tie))")
-"""Config keys by which all MTP layers are one layer."""
+"""Config keys that make all MTP layers one layer."""
 OWN = ("dots3_note", "longcat", "step3")
-"""Beginnings of the `model_type`s whose MTP layers have an own embedding or head; of classes, without one."""
+"""Prefixes of the `model_type`s, or of classes without one, whose MTP layers have their own embedding or output layer.
+"""
 _BESIDE = re.compile(r"(^|\.|_)(vision|visual|audio|perception|vit|mm_projector|multi_modal_projector|image_newline)")
 _MTP = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.(?:layers\.)?(\d+\.)?")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -62,15 +63,15 @@ _HEAD = re.compile(r"(^|\.)(lm_head|output_layer|output|embed_out)\.weight$")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor.
+    """A stored tensor.
 
     Attributes:
-        shape: its shape; None if the form of a quantized weight does not tell it.
-        dtype: name of its type, as stored: "bfloat16"; of a quantized weight, the name of the form.
-        bytes: its size in the file.
-        read: reads it whole, or a checkpoint's slab of an offset and a shape; ValueError where a file is damaged; None
-            for a quantized weight whose form is not read.
-        pieces: reads it some rows at a time; None for a tensor that is only read whole.
+        shape: its shape; None if the form of a quantized weight does not determine it.
+        dtype: name of its dtype as stored: "bfloat16"; for a quantized weight, the name of the form.
+        bytes: size in the file.
+        read: function that reads it whole, or the slab of a checkpoint's tensor at an offset; raises ValueError for a
+            damaged file. None for a quantized weight whose form cannot be read.
+        pieces: function that reads some rows at a time; None for a tensor that can only be read whole.
     """
 
     shape: Shape | None
@@ -82,7 +83,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """A part of a model: one of `KINDS`, and the layer or the depth from 0 where it has a number."""
+    """A part of a model: one of `KINDS`, with the index of its layer or depth, from 0, if it has one."""
 
     kind: str
     index: int | None = None
@@ -90,13 +91,13 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class Parts:
-    """Patterns by which the names of a side are read.
+    """Patterns for reading the names of a side.
 
     Attributes:
-        layers: number of the trunk's layers, behind which MTP layers follow; None if it is not known.
+        layers: number of trunk layers, after which MTP layers follow; None if unknown.
         flat: numbered layers of one MTP layer.
-        drafter: whether all tensors are a drafter's.
-        stages: the tensors of a drafter that lies inside of the model.
+        drafter: whether all tensors belong to a drafter.
+        stages: tensors of a drafter inside the model.
     """
 
     layers: int | None
@@ -105,7 +106,7 @@ class Parts:
     stages: frozenset[str] = frozenset()
 
     def of(self, name: str) -> ModelPart:
-        """The part of a tensor, by its name alone."""
+        """Return the part that a tensor belongs to, by its name alone."""
         name = name.removeprefix(CARRIED)
         if self.drafter or name.startswith((ORIGINAL, DRAFTER)) or _BESIDE.search(name):
             return ModelPart(BESIDE)
@@ -123,7 +124,7 @@ class Parts:
         return ModelPart(EMBEDDING if _EMBEDDING.search(name) else HEAD if _HEAD.search(name) else TRUNK)
 
     def numbered(self, kind: str, names: Iterable[str]) -> dict[int, list[str]]:
-        """The names in every MTP layer, or in every layer of the trunk, by its index."""
+        """Return the names in every MTP layer, or in every trunk layer, by index."""
         found: dict[int, list[str]] = defaultdict(list)
         for name in names:
             part = self.of(name)
@@ -134,17 +135,18 @@ class Parts:
 
 @dataclass
 class Opened(ABC):
-    """The interface of both kinds of sides. Whoever reads a tensor notes what an audit has to know of its numbers.
+    """Interface of both kinds of sides. Reading a tensor records what an audit has to know about its values.
 
     Attributes:
         path: the folder.
-        tensors: what loaders see, by name; the tensors of a quantized weight are one, the optimizer's are left out.
-        findings: what was found when it was opened.
+        tensors: what loaders see, by name. The tensors of a quantized weight count as one; the optimizer's are left
+            out.
+        findings: findings from opening it.
         seen: names of the tensors that were read.
-        looks: what was noted of the numbers of those that were read to the end.
-        errors: why a tensor cannot be read, by its name.
-        scales: of quantized weights that were read, what is wrong with their scales.
-        unread: names of weights whose scales alone are there, as a finding says.
+        looks: records of those that were read to the end.
+        errors: why a tensor cannot be read, by name.
+        scales: what is wrong with the scales of quantized weights that were read.
+        unread: names of weights of which only the scales exist, as a finding reports.
     """
 
     path: Path
@@ -158,10 +160,10 @@ class Opened(ABC):
     _noting: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def pieces(self, name: str, looks: bool = True) -> Iterator[Tensor]:
-        """Read a tensor, some rows at a time if it is large; without `looks`, nothing is noted of its numbers.
+        """Read a tensor, some rows at a time if it is large; without `looks`, nothing is recorded.
 
         Raises:
-            ValueError, OSError, RuntimeError: the form is not read here, or a file is damaged.
+            ValueError, OSError, RuntimeError: the form cannot be read, or a file is damaged.
         """
         in_rows = self.tensors[name].pieces
         if in_rows is None:
@@ -204,12 +206,12 @@ class Opened(ABC):
 
     @cached_property
     def plan(self) -> list[Rule]:
-        """The rules of all tensors that the config calls for, as far as they are known."""
+        """Rules of all tensors that the config requires, as far as they are known."""
         return []
 
     @cached_property
     def copies(self) -> dict[str, str]:
-        """The tensors that repeat another one, each with the repeated tensor."""
+        """Tensors that repeat another one, each with the repeated tensor."""
         named = {name: base for name in self.tensors if (base := self.base_of(name)) is not None}
         for rule in self.plan:
             if isinstance(rule.map, Copies):
@@ -224,28 +226,28 @@ class Opened(ABC):
 
     @cached_property
     def inside(self) -> InnerDrafter | None:
-        """The drafter that lies inside of the model; None without one."""
+        """The drafter inside the model; None if there is none."""
         return InnerDrafter.of(self.kept_keys, (name.removeprefix(CARRIED) for name in self.tensors))
 
     @property
     @abstractmethod
     def kept_keys(self) -> Mapping[str, Any]:
-        """The keys of the model's `config.json`, those of its text model included; empty without one."""
+        """Keys of the model's `config.json`, including those of its text model; empty if there is none."""
 
     @property
     def held_depths(self) -> int:
-        """The number of MTP layers up to the last one that has a tensor."""
+        """Number of MTP layers up to the last one that has a tensor."""
         return max(self.parts.numbered(DEPTH, self.tensors), default=-1) + 1
 
     @property
     def has_drafter(self) -> bool:
-        """True if it has a drafter's tensors, in Megatron's names."""
+        """Whether it has a drafter's tensors, under Megatron's names."""
         return any(key.startswith(DRAFTER) for key in self.tensors)
 
     @property
     @abstractmethod
     def parts(self) -> Parts:
-        """Patterns of its names."""
+        """How its names are read."""
 
 
 @dataclass
@@ -253,12 +255,12 @@ class HFSide(Opened):
     """A Hugging Face folder.
 
     Attributes:
-        keys: the keys of its `config.json`; empty if it cannot be read.
-        config: the config, with the defaults of its family; None if it has no `model_type`.
-        family: the family of its `model_type`; None if there is none.
-        described: what is known of folders that do not convert; None if nothing is.
-        folder: its tensors; None if the reader of folders refuses it.
-        words: the tokens of its tokenizer that texts have, by id: no special ones; empty without a vocabulary.
+        keys: keys of its `config.json`; empty if it cannot be read.
+        config: the config with the defaults of its family; None if it has no `model_type`.
+        family: family of its `model_type`; None if there is none.
+        described: what is known about folders that do not convert; None if nothing is.
+        folder: its tensors; None if the folder reader rejects it.
+        words: tokens of its tokenizer that occur in text, by id, without special ones; empty without a vocabulary.
     """
 
     keys: dict[str, Any] = field(default_factory=dict)
@@ -271,46 +273,46 @@ class HFSide(Opened):
 
     @cached_property
     def quantization(self) -> QuantizationSettings:
-        """The quantization that config and side files state; nothing where they are damaged, see another audit."""
+        """Quantization specified by config and side files; empty if they are damaged, which another finding reports."""
         with suppress(ValueError):
             return QuantizationSettings.of(self.path, self.keys)
         return QuantizationSettings()
 
     @property
     def quantized(self) -> dict[str, Quantized]:
-        """The quantized weights, by name."""
+        """Quantized weights, by name."""
         return {} if self.folder is None else self.folder.quantized
 
     def counts(self, *names: str) -> int | None:
-        """The first of these config keys that holds a number of layers; None without one."""
+        """Return the first of these config keys that has a number of layers; None if none has."""
         keys = {} if self.config is None else self.config.keys
         return next((value for value in map(keys.get, names) if is_count(value)), None)
 
     @property
     def layers(self) -> int | None:
-        """The number of the trunk's layers in the config."""
+        """Number of trunk layers in the config."""
         return self.counts("num_hidden_layers", "num_layers", "n_layer")
 
     @property
     def kept_keys(self) -> Mapping[str, Any]:
-        """The keys of the config, those of the text model included."""
+        """Keys of the config, including those of the text model."""
         return {} if self.config is None else self.config.keys
 
     @property
     def stored_as(self) -> Depths | Described | None:
-        """How folders of the family store MTP layers; None if it is not known."""
+        """How folders of the family store MTP layers; None if unknown."""
         return self.described if self.family is None else self.family.depths
 
     @cached_property
     def of_class(self) -> dict[str, Shape]:
-        """Tensors of transformers' class, of a model whose layers no rule describes; empty without such a class."""
+        """Tensors of transformers' class, for a model whose layers no rule describes; empty without such a class."""
         carried = self.family is not None and self.family.untrainable is not None
         alone = self.family is None and self.described is None and self.inside is None
         return class_tensors(self.path) if carried or alone else {}
 
     @property
     def depth_key(self) -> str | None:
-        """The config key that counts the MTP layers; None if there is none, or it counts the stages of a drafter."""
+        """Config key with the number of MTP layers; None if there is none, or it counts the stages of a drafter."""
         if self.inside is not None:
             return None
         keys = DEPTH_KEYS if self.stored_as is None else self.stored_as.keys
@@ -320,7 +322,7 @@ class HFSide(Opened):
 
     @property
     def said_depths(self) -> int | None:
-        """The number of MTP layers in the config; None if no key holds one."""
+        """Number of MTP layers in the config; None if no key has one."""
         key = self.depth_key
         said = None if key is None else self.counts(key)
         if key is not None and said is None:
@@ -330,7 +332,7 @@ class HFSide(Opened):
 
     @property
     def drafts(self) -> dict[str, Any] | None:
-        """What of the model drafts: its kind, its number, the config key that counts it, and how it is fed."""
+        """What drafts in the model: its kind, its number, the config key that counts it, and how it is fed."""
         if self.inside is not None:
             counted = {"stages": len(self.inside.stages), "block": self.inside.block}
             return {"kind": TITLE, **counted, "key": next(iter(self.inside.keys), None)}
@@ -344,23 +346,23 @@ class HFSide(Opened):
 
     @property
     def tied(self) -> bool:
-        """True if the config says that embedding and head are one."""
+        """Whether the config ties embedding and output layer."""
         return self.config is not None and self.config.keys.get("tie_word_embeddings") is True
 
     @property
     def unties(self) -> bool:
-        """True if the config says that embedding and head are apart."""
+        """Whether the config separates embedding and output layer."""
         return self.config is not None and self.config.keys.get("tie_word_embeddings") is False
 
     @property
     def repeats(self) -> bool:
-        """True if the config makes all MTP layers one layer."""
+        """Whether the config makes all MTP layers one layer."""
         keys = {} if self.config is None else self.config.keys
         return any(value and ONE_LAYER.match(name) for name, value in keys.items())
 
     @property
     def _class(self) -> str:
-        """The model's class in small letters; empty if the config names none."""
+        """Return the model's class in lower case; empty if the config names none."""
         return next(iter(self.keys.get("architectures") or [""])).lower()
 
     @property
@@ -386,7 +388,7 @@ class HFSide(Opened):
         return next((name for name in self.tensors if self.parts.of(name).kind == wanted), None)
 
     def layout(self, depths: int) -> Layout | None:
-        """The layout that the tensors' names decide, with so many MTP layers; None without a family whose rules fit."""
+        """The layout that the tensor names imply, with this many MTP layers; None without a family whose rules fit."""
         if self.family is None or self.config is None:
             return None
         known, names = self.family.depths, [self.misnamed.get(name, name) for name in self.tensors]
@@ -397,11 +399,11 @@ class HFSide(Opened):
         return None
 
     def rules(self, depths: int = 0, reader: DistReader | None = None) -> list[Rule]:
-        """The rules of all tensors that the config calls for; none without a family whose rules fit.
+        """Return the rules of all tensors that the config requires; empty without a family whose rules fit.
 
         Args:
-            depths: the least number of MTP layers.
-            reader: a checkpoint in whose forms the rules are to be; None for those of the folder.
+            depths: minimum number of MTP layers.
+            reader: a checkpoint whose forms the rules should match; None for those of the folder.
         """
         layout = self.layout(max(self.held_depths, depths, self.said_depths or 0))
         if self.family is None or self.config is None or layout is None:
@@ -420,23 +422,23 @@ class HFSide(Opened):
 
     @cached_property
     def misnamed(self) -> dict[str, str]:
-        """Tensors that loaders find by no name of the family, each with its right name."""
+        """Tensors whose names no loader of the family looks for, each with the correct name."""
         if self.family is not None and self.config is not None:
             with suppress(*UNFIT):
                 return self.family.misnamed(self.config, self.tensors)
         return {}
 
     def is_counterpart(self, key: str) -> bool:
-        """True if a checkpoint's tensor is of the model, and no list or drafter beside it."""
+        """Return whether a checkpoint's tensor belongs to the model rather than to a list or a drafter."""
         return not key.startswith((DRAFT_VOCABULARY, DRAFTER))
 
 
 @dataclass
 class DrafterSide(HFSide):
-    """A folder of a drafter.
+    """A drafter's folder.
 
     Attributes:
-        drafter: its form; None if its config cannot be used.
+        drafter: its form; None if its config is unusable.
     """
 
     drafter: "DrafterForm | None" = None
@@ -445,11 +447,11 @@ class DrafterSide(HFSide):
 
     @cached_property
     def inside(self) -> None:
-        """None: a drafter holds no other one."""
+        """None: a drafter does not contain another one."""
 
     @cached_property
     def of_class(self) -> dict[str, Shape]:
-        """Nothing: the form of a drafter lists its tensors, not transformers' class of its `model_type`."""
+        """Empty: the drafter's form lists its tensors, not transformers' class of its `model_type`."""
         return {}
 
     @property
@@ -462,7 +464,10 @@ class DrafterSide(HFSide):
         return Parts(None, drafter=True)
 
     def rules(self, depths: int = 0, reader: DistReader | None = None) -> list[Rule]:
-        """The rules, also for a checkpoint whose drafter has the trunk's head; none if the config cannot be used."""
+        """Return the rules, also for a checkpoint whose drafter uses the trunk's output layer.
+
+        Empty if the config is unusable.
+        """
         from megatron_mtp.checkpoint.convert.drafter_form import head_key
 
         if self.drafter is None:
@@ -470,10 +475,10 @@ class DrafterSide(HFSide):
         return self.drafter.rules() if reader is None else self.drafter.rules(head_key(reader))
 
     def is_counterpart(self, key: str) -> bool:
-        """True if a checkpoint's tensor is a drafter's."""
+        """Return whether a checkpoint's tensor belongs to a drafter."""
         return key.startswith(DRAFTER)
 
 
 def is_count(value: Any) -> bool:
-    """True if a setting is a number of layers that a trunk or an MTP block can have."""
+    """Return whether a setting is a possible number of layers of a trunk or an MTP block."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_LAYERS

@@ -1,6 +1,6 @@
-"""Carried tensors, which no rule describes: what is lost, left over or of another shape, by transformers' class.
+"""Carried tensors, which no rule describes: missing, unexpected or misshapen ones, according to transformers' class.
 
-A conversion refuses what is found here (`check_carried`), and an audit reports it. MTP layers, which the class does not
+A conversion rejects what is found here (`check_carried`), and an audit reports it. MTP layers, which the class does not
 have, are compared with the trunk's layers.
 """
 
@@ -23,7 +23,7 @@ AROUND = re.compile(r"(enorm|hnorm|eh_proj|(transformer\.)?shared_head|embed_tok
 INNER = "transformer_layer."
 """Megatron's module of the layer inside an MTP layer."""
 FEW = 2
-"""Names by which a layer may differ from its form; more are another form."""
+"""Maximum number of names by which a layer may differ from its form; with more, it has another form."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CarriedFaults:
     Attributes:
         lost: names that the model has and the folder lacks.
         left: names that the folder has and the model does not.
-        shapes: the right shape of tensors that have another.
+        shapes: correct shapes of tensors with a wrong one.
     """
 
     lost: tuple[str, ...] = ()
@@ -45,8 +45,8 @@ def check_carried(path: Path, config: HFConfig, family: Family, layout: Layout, 
     """Check the tensors of a folder whose layers have no rules.
 
     Raises:
-        ValueError: they are not those of transformers' class, or of other layers of the model, or belong to MTP layers
-            without a projection, which are not counted.
+        ValueError: they differ from those of transformers' class or of the model's other layers, or belong to MTP
+            layers without a projection, which are not counted.
     """
     of_class, depths = class_tensors(path), depths_in(config, family, shapes)
     if family.depths is not None and (uncounted := [depth for depth in depths if depth >= layout.depths]):
@@ -74,7 +74,7 @@ def check_carried(path: Path, config: HFConfig, family: Family, layout: Layout, 
 
 
 def depths_in(config: HFConfig, family: Family, names: Iterable[str]) -> dict[int, list[str]]:
-    """The carried tensors and the frames of each MTP layer, by its index."""
+    """Return the carried tensors and the frames of each MTP layer, by index."""
     found: dict[int, list[str]] = defaultdict(list)
     for name in names:
         depth = None if family.depths is None else family.depths.depth_of(config, name)
@@ -89,13 +89,13 @@ def carried_faults(
     depths: Mapping[int, Collection[str]],
     inner: Mapping[str, str],
 ) -> CarriedFaults:
-    """Compare the tensors of a model with those of its class, or with one another where it has none.
+    """Compare the tensors of a model with those of its class, or with each other if it has none.
 
     Args:
-        of_class: of `class_tensors`; empty without a class.
-        shapes: of all tensors; None where it is not known.
-        depths: the names of the tensors of each MTP layer.
-        inner: of `Depths`.
+        of_class: result of `class_tensors`; empty without a class.
+        shapes: shapes of all tensors; None where unknown.
+        depths: names of the tensors of each MTP layer.
+        inner: field of `Depths`.
     """
     of_depths = {name for names in depths.values() for name in names}
     of_class = {name: shape for name, shape in of_class.items() if name not in of_depths}
@@ -117,7 +117,7 @@ def carried_faults(
 
 
 def _of_trunk(of_class: Iterable[str], names: Collection[str]) -> tuple[list[str], list[str]]:
-    """Names that are lost, and names that are left over, in the layers and modules of the class.
+    """Return lost names and leftover names in the layers and modules of the class.
 
     A layer whose names differ from those of the class, not only by more experts, may be of another form; it is if no
     layer of its kind is as in the class. A module of which nothing is there may be none of the folder's.
@@ -152,7 +152,7 @@ def _of_depths(
     depths: Mapping[int, Collection[str]],
     inner: Mapping[str, str],
 ) -> tuple[list[str], list[str], dict[str, Shape]]:
-    """What is lost, left over and of another shape inside of MTP layers, each of which is a layer as in the trunk."""
+    """Return lost, leftover and misshapen tensors inside MTP layers, each of which is like a trunk layer."""
     sizes: dict[str, list[Shape]] = defaultdict(list)
     forms = list[frozenset[str]]()
     for prefix, every in layers.items():
@@ -187,7 +187,7 @@ def _of_depths(
 
 
 def _as_in_trunk(rest: str, inner: Mapping[str, str]) -> str:
-    """A name inside of an MTP layer as the trunk's layers have it."""
+    """Return the trunk layers' name for a name inside an MTP layer."""
     start = next((start for start in inner if rest.startswith(start)), "")
     return inner.get(start, "") + rest.removeprefix(start)
 
@@ -198,7 +198,7 @@ def _as_in_depth(rest: str, inner: Mapping[str, str]) -> str:
 
 
 def _by_place(names: Iterable[str]) -> dict[str, set[str]]:
-    """Names by their layer, or by their module outside of layers."""
+    """Group names by layer, or by module outside layers."""
     found: dict[str, set[str]] = defaultdict(set)
     for name in names:
         match = IN_LAYER.match(name)
@@ -216,7 +216,7 @@ def _of_any_expert(name: str) -> str:
 
 
 def lost_of_other_layers(layers: Mapping[int, Collection[str]]) -> Iterator[str]:
-    """Tensors that single layers lack and the layer that is nearest to them has; layers of one kind have the same."""
+    """Return tensors that a layer lacks and the nearest layer of the same kind has."""
     own = {index: frozenset(name.replace(f".{index}.", ".*.", 1) for name in names) for index, names in layers.items()}
     sets = Counter(own.values())
     for index, names in own.items():
@@ -226,7 +226,7 @@ def lost_of_other_layers(layers: Mapping[int, Collection[str]]) -> Iterator[str]
 
 
 def thin_depths(depths: Mapping[int, Collection[str]], layers: Mapping[int, Collection[str]]) -> Iterator[str]:
-    """Tensors that are missing from MTP layers whose inner layer has a part of those of another layer."""
+    """Return tensors missing from MTP layers whose inner layer has only part of another layer's tensors."""
     own = [{match.group(3) for name in names if (match := IN_LAYER.match(name))} for names in layers.values()]
     inside: dict[int, dict[str, str]] = {}
     for depth, names in depths.items():

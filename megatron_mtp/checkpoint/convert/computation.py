@@ -1,7 +1,7 @@
-"""Do a checkpoint's arguments and a `config.json` describe the same computation?
+"""Whether a checkpoint's arguments and a `config.json` describe the same computation.
 
-Both become Megatron's configuration, and its settings are compared. A model that Megatron cannot run has no such
-configuration: `verify` then compares the kept `config.json` with the folder's (verify/reference_forms.py).
+Both are converted to Megatron's configuration, and the settings are compared. A model that Megatron cannot run has no
+such configuration; `verify` then compares the stored `config.json` with the folder's (verify/reference_forms.py).
 """
 
 import contextlib
@@ -24,11 +24,11 @@ ASIDE = (
     "moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_enable_expert_bias add_qkv_bias "
     "mtp_num_layers mtp_use_repeated_layer"
 ).split()
-"""Settings that are not compared: they belong to training, or the tensors show them."""
+"""Settings that are not compared: they concern training, or the tensors determine them."""
 LATENT_ASIDE = "kv_channels num_query_groups rotary_percent".split()
 """Settings that latent attention does not use."""
 LAYERS_BESIDE = ("spec", "heterogeneous_layers_config_path")
-"""Arguments that replace the layers which the others describe."""
+"""Arguments that replace the layers described by the other arguments."""
 YARN = (
     "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim "
     "correction_range_round_to_int"
@@ -36,7 +36,10 @@ YARN = (
 
 
 def settings_of(args: Namespace) -> ModelSettings:
-    """The settings of a model's computation, equal for equal ones; ValueError where Megatron refuses the arguments."""
+    """Return the settings of a model's computation in canonical form.
+
+    Raise ValueError if Megatron rejects the arguments.
+    """
 
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron lists all arguments
         config = config_of(completed(args))
@@ -55,7 +58,7 @@ def settings_of(args: Namespace) -> ModelSettings:
 
 
 def _in_one_form(found: ModelSettings) -> ModelSettings:
-    """Settings that can be written in several ways, in one of them."""
+    """Normalize settings that can be written in several ways."""
     frequency, groups = found["moe_layer_freq"], found["moe_router_num_groups"] or 1
     layers, pattern = range(found["num_layers"]), found.get("hybrid_layer_pattern")
     unplaced, divided = found.get("no_rope_freq"), found.get("seq_len_interpolation_factor")
@@ -73,15 +76,15 @@ def _in_one_form(found: ModelSettings) -> ModelSettings:
 
 
 def _scales(found: ModelSettings) -> bool:
-    """True if latent attention scales its positions: YaRN has no effect with factor 1."""
+    """Return whether latent attention scales its positions: YaRN has no effect with factor 1."""
     return bool(found["rope_type"] == "yarn" and found["rotary_scaling_factor"] != 1.0)
 
 
 def check_config(keys: ModelSettings, layout: Layout, args: Namespace, source: str, remedy: str) -> None:
-    """Compare a `config.json` with a checkpoint's arguments; a model that Megatron cannot run passes.
+    """Compare a `config.json` with a checkpoint's arguments. A model that Megatron cannot run passes.
 
     Raises:
-        ValueError: they describe different computations; it names the `source` of the keys, and a `remedy`.
+        ValueError: they describe different computations; the message names the `source` of the keys, and a `remedy`.
     """
     config = HFConfig.from_keys(keys, source)
     family = family_of(config)
@@ -100,6 +103,6 @@ def check_config(keys: ModelSettings, layout: Layout, args: Namespace, source: s
 
 
 def differences(ours: ModelSettings, theirs: ModelSettings, but: str = "but it is") -> list[str]:
-    """Settings that differ, each as `NAME OURS, but it is THEIRS`."""
+    """Return the settings that differ, each as `NAME OURS, but it is THEIRS`."""
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     return [f"{name} {ours.get(name)!r:.60}, {but} {theirs.get(name)!r:.60}" for name in names]

@@ -1,6 +1,6 @@
-"""What the folder of a drafter says and holds: what its kind makes its own form of, and the rules that forms share.
+"""Config keys and tensors of a drafter's folder: base classes for the formats of all kinds, and common rules.
 
-A kind's row names its form; `CODECS` has all of them. Letters in names: N drafted tokens, H hidden.
+The table row of a kind names its format; `CODECS` has all of them. Letters in names: N draft vocabulary, H hidden.
 """
 
 from abc import ABC, abstractmethod
@@ -25,44 +25,46 @@ from megatron_mtp.spec.registry import Imported
 
 AUX_LAYERS, TARGET_LAYERS = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
 STATE_KEYS, OUTPUT_KEYS = (AUX_LAYERS, "aux_hidden_state_layer_ids"), (TARGET_LAYERS, "dspark_target_layer_ids")
-"""Config keys with the layers that are read. The first two count states: the number is that of the layers before the
-state, as vLLM and speculators count. The others, and `AUX_LAYERS` within `eagle_config`, count outputs: the number is
-that of the layer that returns the state, from 0, as SGLang and SpecForge count."""
+"""Config keys with the layers that are read. The first two count states: the number of layers before the state, as in
+vLLM and speculators. The others, and `AUX_LAYERS` within `eagle_config`, count outputs: the index of the layer that
+returns the state, from 0, as in SGLang and SpecForge.
+"""
 INNER = OF_ONE_LAYER, OF_BLOCKS, OF_LAYERS = "eagle_config", "dflash_config", "transformer_layer_config"
-"""Config keys with further keys in them: SpecForge's, z-lab's and speculators'."""
+"""Config keys with nested keys: SpecForge's, z-lab's and speculators'."""
 KV_RANK = "kv_lora_rank"
 LATENT_KEYS = "q_lora_rank", KV_RANK, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
-"""Config keys of `LatentSizes`, in its order."""
+"""Config keys of `LatentSizes`, in order."""
 COUNTS = {"outputs": 1, "states": 0}
-"""What layer ids may count, and what makes the layers before a state of one."""
+"""What layer ids may count, and the conversion to the number of layers before a state."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenOrder:
-    """Rows in the order of a folder's drafts, to the order of their tokens; `order_N` has the row of each token."""
+    """Reorders rows from the folder's draft order to ascending tokens; `order_N` has the row of each token."""
 
     order_N: Tensor
     what = "by ascending token"
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The rows as a checkpoint has them."""
+        """Return the rows in the checkpoint's order."""
         return [rows[self.order_N] for rows in tensors]
 
     def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The rows as the folder has them."""
+        """Return the rows in the folder's order."""
         return [rows[self.order_N.argsort()] for rows in tensors]
 
 
 class DrafterCodec(ABC):
-    """A kind's keys of config.json and tensors.
+    """Config keys and tensors of a kind of drafter.
 
     Attributes:
-        has_own_head: whether the folder always has a head, which is otherwise the trunk's without a draft vocabulary.
+        has_own_head: whether the folder always has an output layer; otherwise the trunk's is used without a draft
+            vocabulary.
         has_embedding: whether an exported folder has a copy of the trunk's embedding.
-        stores_steps: whether the folder has the number of drafts.
-        whole_numbers: config keys that it must have as integers.
-        layer_names: beginnings of the names of its one layer: as it is written, and others that are read.
-        own_forms: config keys that other kinds do not have, with the value that it must have; None for any.
+        stores_steps: whether the folder stores the number of draft tokens.
+        whole_numbers: config keys that must be integers.
+        layer_names: prefixes of the names of its single layer: the one that is written, then others that are read.
+        own_forms: config keys that other kinds do not have, with the required value; None for any.
     """
 
     has_own_head = False
@@ -73,7 +75,7 @@ class DrafterCodec(ABC):
     own_forms: ClassVar[dict[str, Any]] = {}
 
     def keys(self, kind: HeadSpec) -> dict[str, Any]:
-        """Keys beside those of the sizes."""
+        """Return config keys other than those of the sizes."""
         if kind.window is None:
             return {}
         types = [FULL if number in kind.full_layers else SLIDING for number in range(1, kind.depth + 1)]
@@ -81,23 +83,23 @@ class DrafterCodec(ABC):
 
     @abstractmethod
     def rules(self, kind: HeadSpec, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
-        """The rules of what only drafters of this kind have.
+        """Return the rules of tensors that only this kind has.
 
         Args:
             kind: the drafter.
-            sizes: of `drafter_form.sizes_of`.
-            layer: the name of its one layer in the folder.
-            rows: the order of the drafted tokens.
+            sizes: result of `drafter_form.sizes_of`.
+            layer: name of its single layer in the folder.
+            rows: order of the draft vocabulary.
         """
 
     def layers(self, keys: dict[str, Any], layers: int, count: str | None) -> list[int]:
-        """Numbers of the layers that are read of a trunk of so many, from any of the keys.
+        """Return the numbers of the layers that are read from a trunk with this many layers, from any of the keys.
 
         Args:
-            count: of `COUNTS`, what the numbers count; None for what their key says.
+            count: one of `COUNTS`, what the numbers count; None for the meaning of their key.
 
         Raises:
-            ValueError: the key says one and the numbers look like the other.
+            ValueError: the key has one meaning and the numbers look like the other.
         """
         for names, says in ((STATE_KEYS, "states"), (OUTPUT_KEYS, "outputs")):
             for name in names:
@@ -107,19 +109,19 @@ class DrafterCodec(ABC):
 
     @abstractmethod
     def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
-        """Settings that drafters of this kind have and others do not, by the names of their flags.
+        """Return the settings that only this kind has, by flag name.
 
         Raises:
-            ValueError: the trunk of these arguments has no such drafter.
+            ValueError: the trunk of these arguments does not support such a drafter.
         """
 
     def has_unknown_layers(self, keys: dict[str, Any]) -> bool:
-        """Return whether it has more layers than drafters of its kind have."""
+        """Return whether the folder has more layers than this kind of drafter."""
         return False
 
 
 class OneLayerCodec(DrafterCodec):
-    """Of drafters of one layer, which do not say with how many steps they were trained."""
+    """Format of drafters with one layer, which does not store the number of steps in training."""
 
     stores_steps = False
 
@@ -133,7 +135,7 @@ class OneLayerCodec(DrafterCodec):
 
 
 class BlockCodec(DrafterCodec):
-    """Of drafters that fill blocks; `block_size` counts the rows that draft nothing too."""
+    """Format of block drafters; `block_size` also counts rows that draft nothing."""
 
     whole_numbers: tuple[str, ...] = (*DrafterCodec.whole_numbers, "num_hidden_layers", "block_size", "mask_token_id")
 
@@ -152,7 +154,7 @@ class BlockCodec(DrafterCodec):
         return super().keys(kind) | {"block_size": rows, **is_causal, OF_BLOCKS: inner}
 
     def inner(self, kind: HeadSpec) -> dict[str, Any]:
-        """What engines look for in `OF_BLOCKS`."""
+        """Return the keys that engines look for in `OF_BLOCKS`."""
         return {TARGET_LAYERS: [number - 1 for number in kind.layers], "mask_token_id": kind.mask_token}
 
     @override
@@ -200,26 +202,26 @@ class BlockCodec(DrafterCodec):
 
 
 CODECS: Imported[DrafterCodec] = Imported({row.name: row.folder for row in DRAFTERS.values()})
-"""Forms of folders by kind."""
+"""Folder formats by kind."""
 
 
 def with_inner(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a config with those that some forms have one level down."""
+    """Return the keys of a config, including those that some formats nest one level down."""
     return {**(keys.get(OF_LAYERS) or {}), **keys, **(keys.get(OF_BLOCKS) or {})}
 
 
 def _own_key(rule: Rule) -> Rule:
-    """The rule without the keys of Transformer Engine's modules, which drafters do not have."""
+    """Return the rule without the keys of Transformer Engine's modules, which drafters do not have."""
     return replace(rule, mcore=tuple(replace(piece, aliases=()) for piece in rule.mcore))
 
 
 def by_token(name: str, key: str, shape: Shape, rows: TokenOrder) -> Rule:
-    """A matrix with a row for each draft; the trunk's head may have more rows."""
+    """Return the rule of a matrix with a row for each draft token; the trunk's output layer may have more rows."""
     return Rule((HFTensor(name, shape),), (Piece(key, shape, padded=True),), rows)
 
 
 def input_and_output(sizes: dict[str, Any], inputs: int) -> list[Rule]:
-    """Rules of what makes a feature of so many states, and of the norm before the head."""
+    """Return rules of the projection of this many states to a feature, and of the norm before the output layer."""
     hidden = sizes["hidden_size"]
     return [
         rename("fc.weight", f"{DRAFTER}fc.weight", (hidden, inputs * hidden)),
@@ -235,7 +237,7 @@ def layer_rules(
     inputs: int = 1,
     normalizes_heads: bool = False,
 ) -> list[Rule]:
-    """Rules of one layer, whose attention takes so many inputs of the hidden size side by side."""
+    """Return rules of a layer whose attention takes this many inputs of the hidden size side by side."""
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     if KV_RANK in sizes:
         latents = [sizes[name] for name in LATENT_KEYS]

@@ -1,13 +1,13 @@
-"""The form of a drafter's folder, which engines load beside the trunk's: what it says, and the rule of every tensor.
+"""Format of a drafter's folder, which engines load together with the trunk's: its config, and the rule of every tensor.
 
     config.json          the architecture of its kind, and the keys below
-    model.safetensors    what its kind has (`heads/KIND/folder.py`); with a reduced vocabulary lm_head, d2t and t2d
+    model.safetensors    tensors of its kind (`heads/KIND/folder.py`); for a draft vocabulary lm_head, d2t and t2d
 
-`eagle_aux_hidden_state_layer_ids` has the number of trunk layers before each state that is read, as vLLM counts;
-`eagle_config` has the number of the layer that returns it, from 0, as SGLang and SpecForge count, and so has
-`target_layer_ids`. `block_size` counts rows: the newest token's drafts in DSpark, and not in DFlash. d2t is what is
-added to a draft index for its token, and t2d says of every token whether it is drafted. Letters in names: N drafted
-tokens, V vocabulary, H hidden.
+`eagle_aux_hidden_state_layer_ids` has the number of trunk layers before each state that is read, as in vLLM;
+`eagle_config` and `target_layer_ids` have the index of the layer that returns it, from 0, as in SGLang and SpecForge.
+`block_size` counts rows: the newest token's drafts in DSpark, but not in DFlash. d2t is added to a draft index to get
+its token, and t2d has a flag for every token in the draft vocabulary. Letters in names: N draft vocabulary, V
+vocabulary, H hidden.
 """
 
 import sys
@@ -59,15 +59,16 @@ OTHER_FORMS: dict[str, Any] = {
     **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"), True),
     **{"use_mtp_layernorm": False, "parallel_draft_step": 1, "quantization_config": None},
 }
-"""Config keys of drafters that compute something else with another value than this one, or hold other tensors."""
+"""Config keys with the only supported value; with another one, drafters compute something else or have other tensors.
+"""
 INTERLEAVED = {"rope_interleave": True}
-"""In latent attention here a channel is turned with the next one."""
+"""Latent attention here rotates adjacent channels."""
 WORDS = "embed_tokens.weight"
-"""A copy of the trunk's embedding in a folder, which a checkpoint has once."""
+"""A copy of the trunk's embedding in a folder; a checkpoint stores it once."""
 
 
 def sizes_of(drafter: HeadSpec, hidden: int) -> dict[str, Any]:
-    """The config keys of a drafter's sizes."""
+    """Return the config keys of a drafter's sizes."""
     sizes = drafter.attention
     latents = None if sizes.latents is None else dict(zip(LATENT_KEYS, astuple(sizes.latents), strict=True))
     return {
@@ -84,7 +85,10 @@ def sizes_of(drafter: HeadSpec, hidden: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """A folder's lists of drafted tokens, out of d2t and t2d, to their ids [N]; without d2t all tokens are drafted."""
+    """Converts a folder's lists d2t and t2d to the ids of the draft vocabulary [N].
+
+    Without d2t, all tokens are drafted.
+    """
 
     names: tuple[str, ...]
     order_N: Tensor
@@ -92,12 +96,12 @@ class Lists:
     what = "to ids"
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The ids, ascending."""
+        """Return the ids, ascending."""
         offsets_N = dict(zip(self.names, tensors, strict=True)).get("d2t", torch.zeros(len(self.order_N)).long())
         return [(offsets_N + torch.arange(len(self.order_N)))[self.order_N]]
 
     def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The folder's lists."""
+        """Return the folder's lists."""
         (tokens_N,) = tensors
         offsets_N = tokens_N[self.order_N.argsort()] - torch.arange(len(tokens_N))
         made = {"d2t": offsets_N, "t2d": torch.isin(torch.arange(self.vocabulary), tokens_N)}
@@ -109,12 +113,12 @@ class DrafterForm:
     """A drafter, and how its folder stores it.
 
     Attributes:
-        kind: what it is.
+        kind: description of the drafter.
         hidden: hidden size.
-        order_N: the row of the folder's head for each drafted token, by ascending token.
-        has_head: whether the folder has a head.
-        lists: of `LISTS`, those that the folder has.
-        layer: the beginning of the names of its one layer in the folder.
+        order_N: row of the folder's output layer for each token of the draft vocabulary, ascending.
+        has_head: whether the folder has an output layer.
+        lists: the ones of `LISTS` that the folder has.
+        layer: prefix of the names of its single layer in the folder.
         has_embedding: whether the folder has a copy of the trunk's embedding.
     """
 
@@ -128,18 +132,18 @@ class DrafterForm:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """The config keys of its sizes."""
+        """Config keys of its sizes."""
         return sizes_of(self.kind, self.hidden)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of its computation, by name; an EAGLE-3 folder does not say with how many steps it was trained."""
+        """Settings of its computation, by name; an EAGLE-3 folder does not store the number of steps in training."""
         own = {one.name: getattr(self.kind, one.name) for one in fields(self.kind) if one.name != "attention"}
         return {**self.sizes, **own, "drafts": self.kind.drafts if CODECS[self.kind.kind].stores_steps else None}
 
     @property
     def says(self) -> str:
-        """Kind, layers that are read, tokens and blocks, in a line."""
+        """One line with kind, trunk layers, tokens and blocks."""
         kind, drafted = self.kind, len(self.order_N)
         tokens = "all" if drafted == self.kind.vocabulary else drafted
         is_default = [*kind.layers] == CODECS[kind.kind].layers({}, sys.maxsize, None)
@@ -150,12 +154,15 @@ class DrafterForm:
 
     @property
     def architecture(self) -> str:
-        """Its first one of `architectures`."""
+        """Its first entry of `architectures`."""
         row = DRAFTERS[self.kind.kind]
         return row.architecture if self.kind.attention.latents is None else row.latent_architectures[0]
 
     def rules(self, head: str = HEAD) -> list[Rule]:
-        """The rule of every tensor; `head` is the key of the head, that of the trunk for a drafter without one."""
+        """Return the rule of every tensor.
+
+        `head` is the key of the output layer, the trunk's if the drafter has none.
+        """
         hidden, kind, drafted, vocabulary = self.hidden, self.kind, len(self.order_N), self.kind.vocabulary
         rows = TokenOrder(self.order_N)
         rules = CODECS[kind.kind].rules(kind, self.sizes, self.layer, rows)
@@ -172,12 +179,15 @@ class DrafterForm:
 
 
 def stored_form(args: Namespace, reader: DistReader) -> DrafterForm:
-    """The form of the folder of a checkpoint's drafter; EAGLE-3 gets a copy of the trunk's head if it has none."""
+    """Return the format for the drafter of a checkpoint.
+
+    EAGLE-3 gets a copy of the trunk's output layer if it has none.
+    """
     return form_of(HeadSpec.resolve(args.drafter, vars(args), trunk_spec(args)), args.hidden_size, reader)
 
 
 def form_of(kind: HeadSpec, hidden: int, reader: DistReader) -> DrafterForm:
-    """The form of the folder of a drafter, whose draft vocabulary and head are those that a checkpoint holds."""
+    """Return the format for a drafter with the draft vocabulary and output layer of a checkpoint."""
     drafted = reader.shape(VOCABULARY)[0] if reader.holds(VOCABULARY) else kind.vocabulary
     lists, codec = LISTS if drafted < kind.vocabulary else (), CODECS[kind.kind]
     has_head = reader.holds(HEAD) or codec.has_own_head
@@ -185,7 +195,7 @@ def form_of(kind: HeadSpec, hidden: int, reader: DistReader) -> DrafterForm:
 
 
 def head_key(reader: DistReader) -> str:
-    """The key of the head that a checkpoint's drafter drafts with."""
+    """Return the key of the output layer that a checkpoint's drafter uses."""
     return next((key for key in (HEAD, OUTPUT) if reader.holds(key)), EMBEDDING)
 
 
@@ -193,7 +203,7 @@ def head_key(reader: DistReader) -> str:
 
 
 def trunk_of(path: Path) -> Namespace:
-    """What a drafter's config says of its trunk; without `num_target_layers` that is of any depth."""
+    """Return the trunk facts in a drafter's config; without `num_target_layers`, any depth fits."""
     keys = with_inner(_config(path))
     return Namespace(
         num_layers=keys.get("num_target_layers") or sys.maxsize,
@@ -204,13 +214,13 @@ def trunk_of(path: Path) -> Namespace:
 
 
 def read_drafter(path: Path, args: Namespace, count: str | None = None) -> DrafterForm:
-    """The form of a folder's drafter, checked against the trunk's arguments and the folder's tensors.
+    """Read the format of a folder's drafter, and check it against the trunk's arguments and the folder's tensors.
 
     Args:
-        count: what its layer ids count, of `COUNTS`; None for what their key says.
+        count: one of `COUNTS`, what its layer ids count; None for the meaning of their key.
 
     Raises:
-        ValueError: it is of another kind or of another trunk, or has tensors that are not known.
+        ValueError: it is of another kind or for another trunk, or has unknown tensors.
     """
     folder = HFFolder(path)
     form = form_in(path, args, folder.tensors, count)
@@ -229,10 +239,10 @@ def read_drafter(path: Path, args: Namespace, count: str | None = None) -> Draft
 
 
 def form_in(path: Path, args: Namespace, names: Collection[str], count: str | None = None) -> DrafterForm:
-    """The form of a folder's drafter by its config and the names of its tensors, as if drafts had their tokens' order.
+    """Return the format of a folder's drafter from its config and tensor names, assuming ascending token order.
 
     Raises:
-        ValueError: the config lacks something, or is of another kind or of another trunk.
+        ValueError: the config lacks something, or is of another kind or for another trunk.
     """
     keys = _checked_config(path, args)
     attention, vocabulary = attention_in(path, keys, _has_latent_architecture(path, keys)), args.vocab_size
@@ -255,14 +265,14 @@ def kind_in(
     args: Namespace,
     count: str | None = None,
 ) -> HeadSpec:
-    """The drafter that the keys of a config describe, on the trunk of these arguments.
+    """Resolve the drafter that config keys describe, for the trunk of these arguments.
 
     Args:
-        attention: what the keys say of its attention.
-        count: what its layer ids count, of `COUNTS`; None for what their key says.
+        attention: attention settings in the keys.
+        count: one of `COUNTS`, what its layer ids count; None for the meaning of their key.
 
     Raises:
-        ValueError: a key is missing, or the drafter is of another trunk.
+        ValueError: a key is missing, or the drafter is for another trunk.
     """
     codec = CODECS[row.name]
     if lacks := [key for key in codec.whole_numbers if type(keys.get(key)) is not int]:
@@ -296,7 +306,7 @@ def kind_in(
 
 
 def in_order(form: DrafterForm, lists: Mapping[str, Tensor]) -> DrafterForm:
-    """The form with the order in which these lists, by name, have the drafted tokens.
+    """Return the format with the order of the draft vocabulary in these lists.
 
     Raises:
         ValueError: they name a token twice, an unknown one, or different ones.
@@ -314,7 +324,7 @@ def in_order(form: DrafterForm, lists: Mapping[str, Tensor]) -> DrafterForm:
 
 
 def _checked_config(path: Path, args: Namespace) -> dict[str, Any]:
-    """The folder's keys, inner ones among them, which agree with the trunk."""
+    """Return the folder's keys, nested ones included, after checking them against the trunk."""
     keys = with_inner(_config(path))
     is_latent = _has_latent_architecture(path, keys)
     own = CODECS[str(drafter_kind(path))].own_forms | ({KV_RANK: None, **INTERLEAVED} if is_latent else {})
@@ -346,7 +356,7 @@ def _vocabulary(keys: dict[str, Any]) -> Any:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """The keys of a drafter's folder, of which those that are looked into are objects, numbers or lists of numbers."""
+    """Return the keys of a drafter's folder, after checking the types of keys that are read."""
     keys: dict[str, Any] = read_json(path / CONFIG)
     if drafter_kind(path) is None:
         raise ValueError(
@@ -372,7 +382,7 @@ def _has_latent_architecture(path: Path, keys: dict[str, Any]) -> bool:
 
 
 def attention_in(path: Path, keys: dict[str, Any], is_latent: bool) -> AttentionSizes:
-    """What a config says of its attention, with the defaults of its class."""
+    """Return the attention settings of a config, with the defaults of its class."""
     rope: dict[str, Any] = next(filter(None, map(keys.get, ROPE)), {})
     try:
         scaling = scaling_of({"partial_rotary_factor": keys.get("partial_rotary_factor"), **rope}, is_latent)

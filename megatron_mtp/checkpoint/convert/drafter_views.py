@@ -12,7 +12,7 @@ from megatron_mtp.spec.kinds import DrafterKind
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Types of layers."""
 CAUSAL_KEYS, NON_CAUSAL = ("is_causal", "causal"), "sliding_window_non_causal"
-"""Config keys of causality, of all layers and, in speculators, of windowed ones."""
+"""Config keys for causality, of all layers and, in speculators, of windowed ones."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class LayerView:
     """What the rows of a layer attend to.
 
     Attributes:
-        window: a row at position p attends to positions above p less this number; None for all positions.
-        causal: whether the row of a block sees only the rows before it.
+        window: a row at position p attends to positions above p minus this number; None for all positions.
+        causal: whether rows of a block attend only to earlier rows.
     """
 
     window: int | None
@@ -29,14 +29,14 @@ class LayerView:
 
 
 def layer_views(keys: Mapping[str, Any], sees_ahead: bool) -> list[LayerView]:
-    """What each layer of a drafter attends to, as engines read the keys of its config (`with_inner`).
+    """Return what each layer of a drafter attends to, as engines read the keys of its config (`with_inner`).
 
-    A layer that does not see ahead in its blocks is causal. In others, `is_causal` and `causal` are for all layers;
-    `sliding_window_non_causal`, which speculators writes, is for windowed layers, and its full layers are never causal.
-    Without a key, layers that `layer_types` calls windowed are causal.
+    A layer that does not see ahead in its blocks is causal. For others, `is_causal` and `causal` apply to all layers;
+    `sliding_window_non_causal`, which speculators writes, applies to windowed layers, and its full layers are never
+    causal. Without a key, layers that are windowed in `layer_types` are causal.
 
     Raises:
-        ValueError: the keys contradict one another, or leave open what layers attend to.
+        ValueError: the keys contradict each other, or do not determine what layers attend to.
     """
     types = _layer_types(keys)
     listed = keys.get("layer_types") or [FULL] * len(types)
@@ -67,7 +67,7 @@ def layer_views(keys: Mapping[str, Any], sees_ahead: bool) -> list[LayerView]:
 
 
 def _layer_types(keys: Mapping[str, Any]) -> list[str]:
-    """The type of each layer, of `FULL` and `SLIDING`; `use_swa` gives every layer a window."""
+    """Return the type of each layer, `FULL` or `SLIDING`; `use_swa` gives every layer a window."""
     count, types = keys.get("num_hidden_layers", 1), keys.get("layer_types")
     if types is None:
         if keys.get("use_sliding_window") and not keys.get("use_swa"):
@@ -88,10 +88,10 @@ def _both(said: Mapping[str, Any]) -> str:
 
 
 def layers_in(path: Path, row: DrafterKind, keys: dict[str, Any]) -> dict[str, Any]:
-    """The settings, by the names of their flags, that say what its layers attend and add to, as engines read them.
+    """Return the settings of what the layers attend to, by flag name, as engines read them.
 
     Raises:
-        ValueError: they are not said, contradict one another, or the kind has no such layers.
+        ValueError: they are missing or contradict each other, or the kind has no such layers.
     """
     try:
         views = layer_views(keys, row.sees_ahead)

@@ -39,10 +39,10 @@ from megatron_mtp.spec.kinds import DRAFTERS, fitted_kind
 
 
 def plan_drafter(source: Path, options: Options) -> Conversion:
-    """`drafter-to-hf`: the drafter of a checkpoint as a folder that vLLM, SGLang and others load beside the trunk's.
+    """Plan `drafter-to-hf`: export the drafter of a checkpoint to a folder that vLLM, SGLang and others load.
 
     Raises:
-        ValueError: the checkpoint has no drafter, or engines have no form for it.
+        ValueError: the checkpoint has no drafter, or engines have no format for it.
     """
     reader = DistReader(source)
     if not reader.has_drafter:
@@ -71,7 +71,7 @@ def plan_drafter(source: Path, options: Options) -> Conversion:
 
 
 def config_keys(args: Namespace, form: DrafterForm) -> dict[str, Any]:
-    """The keys of config.json."""
+    """Return the keys of config.json."""
     kind, row = form.kind, DRAFTERS[form.kind.kind]
     return {
         "architectures": [form.architecture],
@@ -106,18 +106,18 @@ def _group(rule: Rule, reader: DistReader, options: Options) -> Group:
 def plan_attaching_drafter(
     source: Path, drafter: Path, count: str | None = None, as_kind: str | None = None
 ) -> Conversion:
-    """`attach-drafter`, from names and shapes alone, unless the folder has an embedding.
+    """Plan `attach-drafter`, from names and shapes alone unless the folder has an embedding.
 
     Args:
         source: the trunk's checkpoint; MTP layers or another drafter in it are left out.
         drafter: the drafter's folder.
-        count: what its layer ids count, of `COUNTS`; None for what their key says.
-        as_kind: the kind that the checkpoint's drafter is of, where it has all weights of the folder's; what it has
-            beside them is drawn as in a new drafter. None for the folder's.
+        count: one of `COUNTS`, what its layer ids count; None for the meaning of their key.
+        as_kind: kind of the new drafter, if it has all weights of the folder's; its other weights are drawn as in a new
+            drafter. None for the folder's kind.
 
     Raises:
-        ValueError: the drafter is of another kind or of another trunk, has an embedding of its own, no drafter of
-            `as_kind` can begin with it, or Megatron cannot run the trunk.
+        ValueError: the drafter is of another kind or for another trunk, has its own embedding, cannot initialize
+            `as_kind`, or Megatron cannot run the trunk.
     """
     reader = DistReader(source)
     args = reader.common()["args"]
@@ -141,7 +141,7 @@ def plan_attaching_drafter(
 def _begun(
     form: DrafterForm, name: str, args: Namespace, dtype: torch.dtype, folder: Path
 ) -> tuple[HeadSpec, list[Group]]:
-    """A drafter of another kind that has a folder's weights, and the tensors that it has beside them, drawn.
+    """Create a drafter of another kind from a folder's weights; draw its further tensors at random.
 
     Its rows draft the tokens that they drafted.
 
@@ -182,7 +182,7 @@ def _begun(
 
 
 def _check_embedding(theirs_VH: Tensor, ours_VH: Tensor, folder: Path) -> None:
-    """Raises ValueError unless an embedding is the trunk's, in any type."""
+    """Raise ValueError unless an embedding equals the trunk's, in any type."""
     if not torch.allclose(theirs_VH.float(), ours_VH[: len(theirs_VH)].float(), rtol=1e-2, atol=1e-5):
         raise ValueError(
             f"{folder}: '{WORDS}' is not the trunk's embedding, which drafters here draft with; give a drafter that "
@@ -191,7 +191,7 @@ def _check_embedding(theirs_VH: Tensor, ours_VH: Tensor, folder: Path) -> None:
 
 
 def _stored(rule: Rule, folder: HFFolder) -> Group:
-    """The tensors of a rule; ids of tokens are int64, and may have no list in the folder."""
+    """Return the tensors of a rule; token ids are int64, and may be missing from the folder."""
     if (piece := rule.mcore[0]).key != VOCABULARY:
         return group_of(folder, rule, Options())
 

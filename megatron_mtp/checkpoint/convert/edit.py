@@ -1,14 +1,14 @@
-"""attach-mtp, drop-mtp and draft-vocab: a Megatron checkpoint with other MTP layers; the trunk is copied unchanged.
+"""attach-mtp, drop-mtp and draft-vocab: write a checkpoint with other MTP layers and an unchanged trunk.
 
-`last-layer` makes each MTP layer a copy of the trunk's last layer and final norm, with input norms of 1 and
-eh_proj = [0 | I], which passes the hidden state on. `fitted` is the same with the eh_proj of fitting.py. `random` draws
-each MTP layer as in a new model. An MTP layer of a hybrid is a stack of the trunk's last attention and its last MLP or
+`last-layer` makes each MTP layer a copy of the trunk's last layer and final norm, with input norms of 1 and eh_proj =
+[0 | I], which passes on the hidden state. `fitted` is the same with the eh_proj of fitting.py. `random` draws each MTP
+layer as in a new model. An MTP layer of a hybrid model is a stack of the trunk's last attention and its last MLP or
 MoE:
 
     GEGEGE*E    becomes    GEGEGE*E/*E    with the weights of layers 6 and 7 in the depth
 
-With a draft vocabulary the head of the MTP layers has one row for each token that they may draft, so a draft of few
-tokens costs little. The generated text is not restricted: the trunk verifies with the whole vocabulary.
+With a draft vocabulary, the output layer of the MTP layers has one row for each token that they may draft, so a draft
+costs less. The output is not restricted: the trunk verifies with the whole vocabulary.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ from megatron_mtp.model.mtp import SHARDED_TF_LAYER
 from megatron_mtp.spec.config import BESIDE_MTP
 
 ONE_PASS: dict[str, Any] = {UNROLL: None, SHARES: False}
-"""Arguments of MTP layers that are not a repeated layer."""
+"""Arguments of MTP layers that are not repeated."""
 OF_DEPTHS: dict[str, Any] = {
     "mtp_num_layers": None,
     "mtp_use_repeated_layer": False,
@@ -53,12 +53,12 @@ OF_DEPTHS: dict[str, Any] = {
     "mtp_draft_vocab_file": None,
     **ONE_PASS,
 }
-"""Arguments that come with MTP layers, and the values of new ones."""
+"""Arguments that come with MTP layers, and their values for new ones."""
 
 
 @dataclass(frozen=True)
 class Init:
-    """Initialization of new MTP layers: "last-layer", "fitted" to data or "random" by a seed."""
+    """How new MTP layers are initialized: "last-layer", "fitted" to data, or "random" with a seed."""
 
     name: str
     seed: int = 0
@@ -67,15 +67,15 @@ class Init:
 
 @dataclass(frozen=True)
 class NewDrafts:
-    """What drafts in a copy of a checkpoint, and what the copy has otherwise than the checkpoint.
+    """MTP layers or drafter of an edited copy of a checkpoint, and how it differs from the checkpoint.
 
     Attributes:
         depths: number of MTP layers.
-        made: the tensors that draft.
+        made: tensors of the MTP layers or drafter.
         record: everything except the source that determines the output.
-        arguments: the arguments that differ.
+        arguments: arguments that change.
         dropped: names of carried tensors that are left out.
-        unkeyed: keys that the kept config loses.
+        unkeyed: keys removed from the stored config.
         notes, begin: as in `Conversion`.
     """
 
@@ -90,7 +90,7 @@ class NewDrafts:
 
 
 def changed(reader: DistReader, source: Path, drafts: NewDrafts) -> Conversion:
-    """A copy of a checkpoint's trunk with other tensors that draft; `source` is what the user gave for the reader's."""
+    """Copy a checkpoint's trunk with other MTP layers or drafters; `source` is the path given by the user."""
     arguments = drafts.arguments
     if reader.has_drafter:
         arguments = {"drafter": None, BESIDE_MTP: False, **arguments}
@@ -136,10 +136,10 @@ def _drop_keys(file: Path, names: tuple[str, ...]) -> None:
 
 
 def plan_attaching(source: Path, depths: int, init: Init, quiet: bool = False) -> Conversion:
-    """`attach-mtp` of so many MTP layers, from names and shapes alone; `quiet` fits them without a progress bar.
+    """Plan `attach-mtp` of this many MTP layers, from names and shapes alone; `quiet` fits without a progress bar.
 
     Raises:
-        ValueError: Megatron cannot run the model, the checkpoint has MTP layers already, it has no layer to copy, or
+        ValueError: Megatron cannot run the model, the checkpoint already has MTP layers, it has no layer to copy, or
             `random` cannot draw the weights of its last layer.
     """
     reader = DistReader(source)
@@ -161,7 +161,7 @@ def plan_attaching(source: Path, depths: int, init: Init, quiet: bool = False) -
 
 
 def plan_dropping(source: Path, keep: int) -> Conversion:
-    """`drop-mtp`, from names and shapes alone; ValueError where the checkpoint has fewer than `keep` + 1 MTP layers."""
+    """Plan `drop-mtp`, from names and shapes alone. Raise ValueError if there are fewer than `keep` + 1 MTP layers."""
     reader = DistReader(source)
     depths = StoredDepths.of(reader.keys).layers
     if not depths and not keep and (inner := InnerDrafter.of({}, _carried(reader))) is not None:
@@ -185,17 +185,17 @@ def plan_dropping(source: Path, keep: int) -> Conversion:
 
 
 def copied(reader: DistReader, key: str) -> Group:
-    """A tensor as it is."""
+    """Return the rule that copies a tensor."""
     return Group.single(key, reader.shape(key), reader.dtype(key), partial(reader.read, key))
 
 
 def _carried(reader: DistReader) -> list[str]:
-    """The Hugging Face names of the tensors that are carried."""
+    """Return the Hugging Face names of carried tensors."""
     return [key.removeprefix(CARRIED) for key in reader.keys if key.startswith(CARRIED)]
 
 
 def _carried_parts(reader: DistReader, source: Path, keep: int) -> frozenset[str]:
-    """Names in the Hugging Face folder of tensors of later MTP layers than `keep` that Megatron has no module for."""
+    """Return Hugging Face names of tensors in MTP layers after `keep` for which Megatron has no module."""
     carried = _carried(reader)
     config = HFConfig.read(source / HF_FILES) if carried else None
     stored = None if config is None else family_of(config).depths
@@ -211,13 +211,13 @@ def correct_origin(
     added: Set[str] = frozenset(),
     carried: Set[str] = frozenset(),
 ) -> None:
-    """Correct the record of the tensors in the kept files.
+    """Update the record of the tensors in the stored Hugging Face files.
 
     Args:
-        kept: the folder of these files.
+        kept: folder of these files.
         depths: number of MTP layers.
-        dropped, carried: names of carried tensors that are no longer there, and of those that came.
-        added: forms that came.
+        dropped, carried: names of carried tensors that were removed and added.
+        added: forms that were added.
     """
     if origin := kept_origin(kept):
         layout = origin.get("layout", {})
@@ -228,13 +228,13 @@ def correct_origin(
 
 @dataclass(frozen=True)
 class Template:
-    """The layers of a trunk that a new depth is made like.
+    """Trunk layers from which a new MTP layer is copied.
 
     Attributes:
-        layers: number of the trunk's layers.
-        stack: by index of a layer of the trunk, the prefix of its copy inside an MTP layer.
+        layers: number of trunk layers.
+        stack: prefix of the copy inside an MTP layer, by index of a trunk layer.
         norm: prefix of the trunk's final norm.
-        pattern: of a hybrid trunk; None for a GPT's.
+        pattern: pattern of a hybrid trunk; None for a GPT.
     """
 
     layers: int
@@ -244,7 +244,7 @@ class Template:
 
     @classmethod
     def of(cls, reader: DistReader) -> "Template":
-        """Raises ValueError if the trunk of the checkpoint has no layers."""
+        """Create from a checkpoint. Raise ValueError if its trunk has no layers."""
         numbers = [int(key.split(".")[2]) for key in reader.keys if key.startswith("decoder.layers.")]
         if not numbers:
             raise ValueError(f"{reader.folder} has no transformer layer that MTP layers could be made from.")
@@ -256,14 +256,14 @@ class Template:
         return cls(count, stack, "decoder.final_norm.", pattern)
 
     def with_depths(self, depths: int) -> str:
-        """The pattern of the hybrid trunk with so many MTP layers."""
+        """Return the pattern of the hybrid trunk with this many MTP layers."""
         assert self.pattern is not None
         kinds = without_stages(self.pattern)
         return Symbols.MTP_SEPARATOR.join([self.pattern, *["".join(kinds[layer] for layer in self.stack)] * depths])
 
 
 def _last_of_kinds(pattern: str) -> list[int]:
-    """Indices of a trunk's last attention and its last MLP or MoE, those that exist; else of its last layer."""
+    """Return indices of a trunk's last attention and last MLP or MoE, if they exist; else of its last layer."""
     kinds = without_stages(pattern)
     attention = Symbols.ATTENTION + Symbols.MLA + Symbols.DS_ATTENTION
     last = [max(map(kinds.rfind, group)) for group in (attention, Symbols.MLP + Symbols.MOE)]
@@ -273,7 +273,7 @@ def _last_of_kinds(pattern: str) -> list[int]:
 def _depth(
     reader: DistReader, depth: int, template: Template, init: Init, fitted: Callable[[], Tensor] | None
 ) -> Iterator[Group]:
-    """The tensors of the depth of this index, from 0; ValueError where `random` has no rule for one."""
+    """Return the tensors of the depth with this index, from 0. Raise ValueError if `random` has no rule for one."""
     weights = RandomWeights.of(reader.common()["args"], template.layers, init.seed)
     for key, pattern, shape in _keys(reader, depth, template):
         dtype = reader.dtype(pattern)
@@ -289,7 +289,7 @@ def _depth(
 
 
 def _keys(reader: DistReader, depth: int, template: Template) -> Iterator[tuple[str, str, Shape]]:
-    """Key, key of the corresponding tensor of the trunk, and shape of every tensor of an MTP layer."""
+    """Return key, key of the matching trunk tensor, and shape of every tensor of an MTP layer."""
     mcore, norm = f"mtp.layers.{depth}.", template.norm
     copies = {norm: [f"{name}." for name in ("enorm", "hnorm", "final_layernorm")]}
     copies |= {f"decoder.layers.{layer}.": [inside] for layer, inside in template.stack.items()}
@@ -308,7 +308,7 @@ def _pass_hidden_state(shape: Shape) -> Tensor:
 
 
 def changed_args(reader: DistReader, **changes: Any) -> dict[str, Any]:
-    """The new checkpoint's state beside tensors, with changed arguments."""
+    """Return the new checkpoint's common state with changed arguments."""
     common = reader.common()
     args = Namespace(**{**vars(common["args"]), **changes})
     kept: dict[str, Any] = {name: common[name] for name in ("checkpoint_version", "megatron_mtp") if name in common}
@@ -316,15 +316,15 @@ def changed_args(reader: DistReader, **changes: Any) -> dict[str, Any]:
 
 
 def plan_drafts(source: Path, size: int | None, data_path: str | None, file: Path | None) -> Conversion:
-    """`draft-vocab`: the checkpoint with this draft vocabulary in place of its own.
+    """Plan `draft-vocab`: replace the draft vocabulary of a checkpoint.
 
     Args:
         source: the checkpoint.
-        size, data_path: so many tokens, the most frequent of a corpus.
-        file: lists tokens in their place, an id a line.
+        size, data_path: number of tokens, the most frequent ones of a corpus.
+        file: alternatively, a file with one token id per line.
 
     Raises:
-        ValueError: the checkpoint has no MTP layers, or the flags do not choose tokens that exist.
+        ValueError: the checkpoint has no MTP layers, or the flags do not select existing tokens.
     """
     reader = DistReader(source)
     vocabulary, depths = reader.common()["args"].padded_vocab_size, StoredDepths.of(reader.keys).layers
@@ -343,7 +343,10 @@ def plan_drafts(source: Path, size: int | None, data_path: str | None, file: Pat
 def drafted_tokens(
     size: int | None, data_path: str | None, file: Path | None, vocabulary: int
 ) -> tuple[list[int], str]:
-    """The ids of a draft vocabulary, ascending, and how they were chosen; arguments and errors as of `plan_drafts`."""
+    """Return the ids of a draft vocabulary, ascending, and how they were chosen.
+
+    Arguments and errors as in `plan_drafts`.
+    """
     if file is not None:
         if size or data_path:
             raise ValueError(f"{FILE} is {file}, which lists the tokens; leave {SIZE} and --data-path out.")

@@ -52,20 +52,20 @@ from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, DRAFTER, EMBEDDIN
 from megatron_mtp.megatron.checkpoint.reader import DistReader, StoredDepths
 
 DRAFTS_ALL = f"in {DRAFTED}, which hf-to-mcore and SGLang (--speculative-token-map) read; others draft all tokens"
-"""What becomes of a checkpoint's draft vocabulary: the head of the folder has all rows."""
+"""What happens to a checkpoint's draft vocabulary: the folder's output layer has all rows."""
 
 
 SENTENCE_PIECES = "a SentencePiece model alone, which transformers may read with other ids; encode with sentencepiece"
-"""The note of an export whose tokenizer transformers does not know."""
+"""Note for an export whose tokenizer transformers does not support."""
 
 
 def mcore_to_hf(source: Path | DistReader, target: Path, options: Options, form: HFForm) -> dict[str, Any]:
-    """Write the model of a distributed checkpoint as a folder that transformers, vLLM and SGLang load."""
+    """Export the model of a distributed checkpoint to a folder that transformers, vLLM and SGLang load."""
     return plan_export(source, target, options, form).write(target, options)
 
 
 def plan_export(source: Path | DistReader, target: Path, options: Options, form: HFForm) -> Conversion:
-    """`mcore-to-hf`, from names and shapes alone; ValueError where the form does not fit the checkpoint."""
+    """Plan `mcore-to-hf`, from names and shapes alone. Raise ValueError if the form does not fit the checkpoint."""
     export = Export.of(source, target, form)
     reader, coded = export.reader, export.coded(options.quantize)
     parts = [[export.group(rule, options, coded) for rule in part] for part in parts_of(export.rules).values()]
@@ -112,7 +112,7 @@ def plan_export(source: Path | DistReader, target: Path, options: Options, form:
 
 
 def _drafter_note(export: "Export") -> dict[str, str]:
-    """Note that the drafter inside of the model was made for the hidden states of the trunk before its training."""
+    """Return a note that the drafter inside the model was made for the trunk's hidden states before training."""
     inner = InnerDrafter.of({}, (tensor.name for rule in export.rules for tensor in rule.hf))
     if inner is None or export.reader.folder.name == RELEASE:
         return {}
@@ -125,10 +125,10 @@ class Export:
 
     Attributes:
         depths: number of physical MTP layers.
-        keys: of the `config.json` to make, but for types and quantization.
-        rules: the rule of every tensor.
+        keys: keys of the `config.json` to write, without dtypes and quantization.
+        rules: rule of every tensor.
         settings: the keys with the family's defaults.
-        lent: carried tensors that the checkpoint lacks, by their names, in the folder that gives them.
+        lent: carried tensors that the checkpoint lacks, by name, in the folder that provides them.
     """
 
     reader: DistReader
@@ -141,7 +141,7 @@ class Export:
 
     @classmethod
     def of(cls, source: Path | DistReader, target: Path, form: HFForm) -> "Export":
-        """Match a checkpoint, or one that is open for reading, with a form; ValueError where it does not fit."""
+        """Match a checkpoint, by path or reader, with a form. Raise ValueError if it does not fit."""
         reader = source if isinstance(source, DistReader) else DistReader(source)
         layout = stored_layout(reader, form.features, form.carried)
         keys = with_depths(form.keys, layout.depths, pattern_of(reader))
@@ -162,7 +162,7 @@ class Export:
         return cls(reader, family, layout.depths, keys, rules, config, lent)
 
     def group(self, rule: Rule, options: Options, coded: Mapping[str, Form] = MappingProxyType({})) -> Group:
-        """The tensors of a rule; of quantized weights (`coded`) the parts."""
+        """Return the tensors of a rule; for quantized weights (`coded`), their parts."""
         first = rule.hf[0].name
         if (folder := self.lent.get(first)) is not None:
             return Group(self._whole(rule, options), folder.tensors[first].bytes, lambda: [folder.read(first)])
@@ -194,7 +194,7 @@ class Export:
         return Group(entries, size, make)
 
     def _whole(self, rule: Rule, options: Options) -> list[Entry]:
-        """The tensors that a rule makes, without quantization."""
+        """Return the tensors that a rule produces, without quantization."""
         first = rule.hf[0].name
         if (folder := self.lent.get(first)) is not None:
             return [Entry([first], folder.shape(first), options.cast(first, folder.dtype(first)))]
@@ -211,7 +211,7 @@ class Export:
 
     @cached_property
     def depth_names(self) -> frozenset[str]:
-        """The folder's names of the MTP layers' tensors."""
+        """Return the folder's names of the MTP layers' tensors."""
         stored, config = self.family.depths, self.settings
         return frozenset(
             one.name
@@ -222,7 +222,7 @@ class Export:
         )
 
     def coded(self, quantize: Quantize) -> dict[str, Form]:
-        """The forms of the weights that will be quantized, by name."""
+        """Return the forms of the weights to quantize, by name."""
         found: dict[str, Form] = {}
         depths = self.family.depths
         for rule in self.rules if quantize != Quantize() else ():
@@ -235,7 +235,7 @@ class Export:
         return found
 
     def config(self, options: Options, coded: Mapping[str, Form]) -> dict[str, Any]:
-        """The keys of `config.json`: the type of the tensors, and the quantization of those that are `coded`."""
+        """Return the keys of `config.json`, including dtype and the quantization of the weights in `coded`."""
         whole = [entry for rule in self.rules for entry in self._whole(rule, options)]
         keys = with_dtype(self.keys, whole)
         if not coded:
@@ -251,7 +251,7 @@ class Export:
 
 
 class FolderFiles:
-    """Safetensors files of a Hugging Face folder, in which all tensors of `parts` have their place."""
+    """Safetensors files of a Hugging Face folder with a place for all tensors of `parts`."""
 
     def __init__(self, folder: PartialFolder, parts: list[list[Group]], options: Options) -> None:
         entries = [entry for part in parts for group in part for entry in group.entries]
@@ -260,7 +260,7 @@ class FolderFiles:
         self.holds = self._shards.holds
 
     def write(self, part: int, made: Made) -> dict[str, int]:
-        """Write tensors in their places; the record is the checksum of each by its name."""
+        """Write tensors in their places. The record has the checksum of each by name."""
         checksums = {}
         for entry, tensor in made:
             checksums[entry.keys[0]] = self._shards.write(entry.keys[0], tensor)
@@ -269,11 +269,11 @@ class FolderFiles:
         return checksums
 
     def finish(self, records: list[Any]) -> None:
-        """Do nothing: the headers were written first."""
+        """Do nothing, because the headers were written first."""
 
 
 def _lent(reader: DistReader, family: Family, layout: Layout, folder: HFFolder | None) -> dict[str, HFFolder]:
-    """Carried tensors that the checkpoint lacks, since Megatron does not save them; ValueError where none gives them.
+    """Return carried tensors that Megatron did not save in the checkpoint. Raise ValueError if no source has them.
 
     The layers of a trunk that Megatron cannot run are never taken from elsewhere.
     """
@@ -290,7 +290,7 @@ def _lent(reader: DistReader, family: Family, layout: Layout, folder: HFFolder |
 
 
 def with_dtype(keys: dict[str, Any], tensors: list[Entry]) -> dict[str, Any]:
-    """The config's keys with the commonest type of the tensors' numbers in `dtype` and `torch_dtype`, if present."""
+    """Set `dtype` and `torch_dtype`, if present, to the most common dtype of the tensors' values."""
     counts: Counter[torch.dtype] = Counter()
     for tensor in tensors:
         counts[tensor.dtype] += prod(tensor.shape) * tensor.dtype.is_floating_point

@@ -1,15 +1,15 @@
-"""eh_proj of a new depth by least squares, from one pass of the trunk over text.
+"""Fit eh_proj of a new MTP layer by least squares, with one pass of the trunk over text.
 
-A new depth is a copy of the trunk's last layer, or stack. It begins as that layer one position later if it is given
-what enters the layer there, x_{i+1}. At position i an MTP layer has the embedding of token t_{i+1} and the trunk's
+A new MTP layer is a copy of the trunk's last layer or stack. It behaves like that layer one position later if its input
+is what enters the layer there, x_{i+1}. At position i, an MTP layer has the embedding of token t_{i+1} and the trunk's
 final state h_i:
 
     eh_proj = argmin_W  sum_i |W u_i - x_{i+1}|^2 / m_i + r |W|^2,     u_i = [enorm(embedding(t_{i+1})); hnorm(h_i)]
 
-where m_i is the mean square of x_{i+1}: the layer normalizes what enters it, so that its direction counts and few
-positions of a huge norm must not decide. The ridge r is the one of `RIDGES` that is best on every eighth text. The
-MTP layers after the first see the state of the depth before, which stands for the trunk's of the next position: they
-begin as the same.
+where m_i is the mean square of x_{i+1}: the layer normalizes its input, so only the direction matters, and a few
+positions with a huge norm must not dominate. The ridge r is the best of `RIDGES` on every eighth text. Later MTP layers
+read the state of the previous one, which approximates the trunk's at the next position, so they are initialized in the
+same way.
 
 Letters: S positions of a text, B batch (1), N positions of a sum, H hidden, U inputs of a fit, X its outputs.
 """
@@ -32,27 +32,27 @@ from megatron_mtp.megatron import cpu
 from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-"""Times the mean of the diagonal of sum_i u_i u_i^T."""
+"""Candidates for the ridge, relative to the mean of the diagonal of sum_i u_i u_i^T."""
 TOKENS_A_WIDTH = 64
-"""Tokens to fit on, for each hidden unit: 32 for each unknown of a row of eh_proj."""
+"""Tokens to fit on per hidden unit: 32 for each unknown of a row of eh_proj."""
 LENGTH = 512
 """Tokens of a text."""
 FLOAT32 = 4
-"""Bytes of a number."""
+"""Bytes per value."""
 HELD_OUT = 8
-"""Every text of such a number chooses the ridge."""
+"""Every text with an index divisible by this number is used to choose the ridge."""
 
 
 @dataclass(frozen=True)
 class FitData:
-    """A corpus: prefix of its .bin and .idx, Megatron's split (texts are of the training part), and how many tokens."""
+    """A corpus: prefix of its .bin and .idx, Megatron's split (the training part is used), and the number of tokens."""
 
     data_path: str
     split: str = "98,2,0"
     fit_tokens: int | None = None
 
     def texts(self, hidden: int, seed: int) -> list[Tensor]:
-        """Token ids [S] of texts from anywhere in documents; ValueError where the corpus is too small."""
+        """Draw token ids [S] of texts from anywhere in documents. Raise ValueError if the corpus is too small."""
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
         data = IndexedDataset(self.data_path)
@@ -81,16 +81,16 @@ class Fit:
     """The fit of one trunk, checked before any of it runs.
 
     Attributes:
-        texts: token ids [S] of each.
+        texts: token ids [S] of each text.
 
     Args:
-        reader, args: the checkpoint of the trunk; Megatron's arguments of the model with MTP layers.
-        layer: index of the trunk's layer that an MTP layer begins with.
-        data, seed: what to fit on, and the seed of the draws.
+        reader, args: checkpoint of the trunk; Megatron's arguments of the model with MTP layers.
+        layer: index of the trunk layer that an MTP layer starts as.
+        data, seed: data to fit on, and the seed of the draws.
 
     Raises:
-        ValueError: the corpus is absent, too small, or has tokens that the model lacks, or the trunk needs more
-            memory than is free.
+        ValueError: the corpus is missing, too small, or has tokens that the model lacks, or the trunk needs more memory
+            than is free.
     """
 
     def __init__(self, reader: DistReader, args: Namespace, layer: int, data: FitData, seed: int) -> None:
@@ -106,13 +106,16 @@ class Fit:
         self.args, self._reader, self._layer = args, reader, layer
 
     def trunk(self) -> LanguageModule:
-        """The model with the trunk's weights; ValueError where the checkpoint is damaged."""
+        """Load the model with the trunk's weights. Raise ValueError if the checkpoint is damaged."""
         model = model_of(self.args)
         fill(model, self._reader, ("embedding.", "decoder.", "output_layer."))
         return model
 
     def projection(self, quiet: bool) -> Tensor:
-        """eh_proj [H, 2H] in float32; `quiet` shows no progress bar; ValueError where the checkpoint is damaged."""
+        """Return eh_proj [H, 2H] in float32; `quiet` hides the progress bar.
+
+        Raise ValueError if the checkpoint is damaged.
+        """
         model = self.trunk()
         hidden = self.args.hidden_size
         fitted, held_out = (Moments.zero(2 * hidden, hidden) for _ in range(2))
@@ -128,7 +131,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over positions, in float64, where u and x are divided by the root mean square of x.
+    """Sums over positions, in float64, with u and x divided by the root mean square of x.
 
     Attributes:
         uu: sum of u u^T, [U, U].
@@ -140,34 +143,34 @@ class Moments:
 
     @classmethod
     def zero(cls, inputs: int, outputs: int) -> "Moments":
-        """Moments of no position."""
+        """Return moments of no positions."""
         return cls(*(torch.zeros(inputs, size, dtype=torch.float64, device="cuda") for size in (inputs, outputs)))
 
     @classmethod
     def of(cls, given_NU: Tensor, wanted_NX: Tensor, sized_NH: Tensor) -> "Moments":
-        """Moments of positions, each divided by the root mean square of `sized_NH`."""
+        """Return moments of positions, each divided by the root mean square of `sized_NH`."""
         weight_N1 = sized_NH.square().mean(-1, keepdim=True).rsqrt()
         given_NU, wanted_NX = given_NU * weight_N1, wanted_NX * weight_N1
         return cls((given_NU.T @ given_NU).double(), (given_NU.T @ wanted_NX).double())
 
     def add_(self, other: "Moments") -> None:
-        """Add those of other positions."""
+        """Add the moments of other positions."""
         self.uu.add_(other.uu)
         self.ux.add_(other.ux)
 
     def solved(self, ridge: float) -> Tensor:
-        """The best W, [X, U]; the ridge counts in means of uu's diagonal."""
+        """Solve for W, [X, U]; the ridge is relative to the mean of uu's diagonal."""
         added = ridge * self.uu.diagonal().mean() * torch.eye(len(self.uu), dtype=self.uu.dtype, device=self.uu.device)
         return torch.linalg.solve(self.uu + added, self.ux).T
 
     def error(self, weight: Tensor) -> float:
-        """The sum of squares that W leaves, less what does not depend on W."""
+        """Return the sum of squared errors of W, up to a constant."""
         return float((weight @ self.uu * weight).sum() - 2 * (weight.T * self.ux).sum())
 
 
 @torch.no_grad()
 def moments(model: LanguageModule, layer: int, tokens_S: Tensor) -> Moments:
-    """Moments of one text, by the modules of the first MTP layer and of the trunk."""
+    """Return the moments of one text, using modules of the first MTP layer and of the trunk."""
     entered: list[Tensor] = []
     hook = model.decoder.layers[layer].register_forward_pre_hook(
         lambda _, args, named: entered.append(named["hidden_states"]), with_kwargs=True
@@ -182,7 +185,7 @@ def moments(model: LanguageModule, layer: int, tokens_S: Tensor) -> Moments:
 
 
 def run_trunk(model: LanguageModule, tokens_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a trunk on a text; returns tokens and positions [1, S], and final states [S, 1, H]."""
+    """Run a trunk on a text. Return tokens and positions [1, S], and final states [S, 1, H]."""
     tokens_BS = tokens_S.cuda().unsqueeze(0)
     positions_BS = torch.arange(len(tokens_S), device="cuda").unsqueeze(0)
     hidden_SBH = model(tokens_BS, positions_BS, None, output_processor=lambda stage: stage.hidden_SBH)

@@ -1,17 +1,18 @@
-"""fit-drafter: an EAGLE-3 drafter that begins as one more step of the trunk, by least squares over text.
+"""fit-drafter: initialize an EAGLE-3 drafter as one more step of the trunk, by least squares over text.
 
-The drafter's MLP with its norm, its final norm and its head are the trunk's last ones. Its residual and its attention
-make what enters that MLP one position later. With s_i the states that are read, y_i the last layer's output, z_i the
-state between its attention and its MLP, and m a mean square:
+The drafter's MLP with its norm, its final norm and its output layer are the trunk's last ones. Its residual and
+attention produce what enters that MLP one position later. With s_i the states that are read, y_i the last layer's
+output, z_i the state between its attention and its MLP, and m a mean square:
 
     fc = argmin sum_i |fc s_i - y_i|^2 / m(y_i) + ridge                     f_i = fc s_i
     W  = argmin sum_i |W u_i - (z_{i+1} - f_i)|^2 / m(z_{i+1}) + ridge      u_i = [norm(embedding(t_{i+1})); norm(f_i)]
 
-f_i stands for y_i, since step k reads the state of step k - 1 in its place. Attention makes W u_i where a position
-attends to itself, but with the rank of its values, which is G C. So W becomes P P^T W, the best one of this rank on the
-same sums (reduced-rank regression): P^T W are the values, and P the output of one head in each group. This head's
-queries and keys are the same random directions of the embedding, so that a token's product with itself is `SCORE`. The
-other heads are drawn as in a new model. fc is fitted on every other text and W on those between, since u needs fc.
+f_i approximates y_i, because step k reads the state of step k - 1 in its place. Attention computes W u_i if a position
+attends only to itself, but with the rank of its values, which is G C. So W is replaced by P P^T W, the best one of this
+rank on the same sums (reduced-rank regression): P^T W are the values, and P the output of one head in each group. This
+head's queries and keys are the same random directions of the embedding, so that a token's product with itself is
+`SCORE`. The other heads are drawn as in a new model. fc is fitted on every other text and W on the remaining ones,
+because u needs fc.
 
 Letters in names: S positions of a text, N positions of a sum, H hidden, X states that are read side by side, G groups
 of heads, M heads of a group, C channels of a head.
@@ -46,28 +47,29 @@ from megatron_mtp.spec.kinds import fitted_kind
 LAYER = f"{DRAFTER}tf_layer."
 QKV, PROJ = f"{LAYER}self_attention.linear_qkv.weight", f"{LAYER}self_attention.linear_proj.weight"
 COPIED = "pre_mlp_layernorm.weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"
-"""What the layer has of the trunk's last one."""
+"""Parts that the layer copies from the trunk's last one."""
 
 RIDGE = 1e-3
-"""Times each entry of the diagonal of a sum."""
+"""Ridge, relative to each entry of a sum's diagonal."""
 
 SCORE = 13.0
-"""Score of a position with itself; its weight in the softmax is then far above that of a whole text."""
+"""Score of a position with itself; its weight in the softmax then exceeds that of a whole text by far."""
 
 
 def plan_fitting(
     source: Path, layers: list[int] | None, drafted: list[int] | None, data: FitData, seed: int, quiet: bool
 ) -> Conversion:
-    """`fit-drafter`, from names and shapes alone.
+    """Plan `fit-drafter`, from names and shapes alone.
 
     Args:
         source: the trunk's checkpoint; MTP layers or a drafter in it are left out.
         layers: numbers of the layers that the drafter reads; None for the default.
-        drafted: ids of the tokens that it drafts, ascending; None for all.
-        data, seed: what to fit on; the seed of its texts, and of what is drawn.
+        drafted: ids of the draft vocabulary, ascending; None for all tokens.
+        data, seed: data to fit on; the seed of its texts and of random weights.
 
     Raises:
-        ValueError: the layers do not exist, the trunk's last layer is none that a drafter has, or as of `Fit`.
+        ValueError: the layers do not exist, the trunk's last layer is of a kind that drafters do not have, or as in
+            `Fit`.
     """
     reader = DistReader(source)
     trunk = reader.common()["args"]
@@ -111,7 +113,7 @@ def _shapes(kind: HeadSpec, hidden: int, drafted: int) -> dict[str, Shape]:
 
 @torch.no_grad()
 def fitted(fit: Fit, kind: HeadSpec, drafted_N: Tensor | None, seed: int, quiet: bool) -> dict[str, Tensor]:
-    """The drafter's tensors by key, float32."""
+    """Return the drafter's tensors by key, float32."""
     model, hidden, read = fit.trunk(), fit.args.hidden_size, kind.layers
     last: Any = model.decoder.layers[-1]
     of_fc, of_residual = (Moments.zero(inputs, hidden) for inputs in (len(read) * hidden, 2 * hidden))
@@ -144,7 +146,7 @@ def fitted(fit: Fit, kind: HeadSpec, drafted_N: Tensor | None, seed: int, quiet:
 def _attention(
     args: Namespace, sizes: AttentionSizes, sums: Moments, embedded_H: Tensor, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """linear_qkv [G (M + 2) C, 2 H] and linear_proj [H, G M C] of the best residual that attention can make."""
+    """Return linear_qkv [G (M + 2) C, 2 H] and linear_proj [H, G M C] of the best residual that attention can make."""
     hidden, groups, channels = args.hidden_size, sizes.groups, sizes.channels
     heads = sizes.heads // groups
     best_HX = _solved(sums).double()
@@ -177,10 +179,10 @@ class Seen:
     """States of a text in the trunk.
 
     Attributes:
-        states_SX: that a drafter reads.
+        states_SX: states that a drafter reads.
         embedded_SH: the embedding.
-        entered_SH: between attention and MLP of the last layer.
-        made_SH: the last layer's output.
+        entered_SH: state between attention and MLP of the last layer.
+        made_SH: output of the last layer.
     """
 
     states_SX: Tensor

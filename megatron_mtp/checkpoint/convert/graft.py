@@ -1,19 +1,19 @@
-"""graft: the MTP layers of a donor on another trunk, which was fine-tuned, merged or trained by RL without them.
+"""graft: put the MTP layers of a donor on another trunk that was fine-tuned, merged or trained by RL without them.
 
 In:  a donor with MTP layers and a target without, each a Hugging Face folder or a Megatron checkpoint.
 Out: a Megatron checkpoint of the target's trunk and the donor's MTP layers, bit by bit; quantized ones as bfloat16. If
-     the trunk has another type, the MTP layers are cast to it.
+     the trunk has another dtype, the MTP layers are cast to it.
 
-Both sides are read by Megatron's keys, a layer at a time, so that their families may differ:
+Both sides are read by Megatron's keys, a layer at a time, so their families may differ:
 
     model.layers.46.eh_proj.weight of the donor  ->  mtp.layers.0.eh_proj.weight  ->  the target's name in mcore-to-hf
 
-An MTP layer computes with the sizes, positions and norms of its trunk, and with the trunk's embedding and head. So
-both models must agree in every layer setting of Megatron's configuration, and in the ids of their tokens. The
-trunk may have more tokens, or fewer, as long as the MTP layers have no rows for each of them.
+An MTP layer uses the sizes, positions and norms of its trunk, and the trunk's embedding and output layer. So both
+models must agree in every layer setting of Megatron's configuration and in the ids of their tokens. The trunk may have
+more or fewer tokens, unless the MTP layers have a row for each token.
 
 A model that Megatron cannot run has no such configuration. Its tensors are carried under their own names, so both must
-be of one `model_type`, with equal keys in their configs.
+have the same `model_type`, with equal config keys.
 """
 
 import filecmp
@@ -67,11 +67,12 @@ from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
 
 DEPTHS = "mtp."
-"""Beginning of the keys of MTP layers and of their draft vocabulary."""
+"""Key prefix of MTP layers and of their draft vocabulary."""
 OF_TRUNKS = {"num_layers", "moe_layer_freq", "hybrid_layer_pattern", "max_sequence_length"}
-"""Settings in which the trunks may differ: their layers, and the longest text."""
+"""Settings in which the trunks may differ: number of layers, and maximum length."""
 OF_TOKENS = {"vocab_size", "max_position_embeddings"}
-"""Keys in which the configs of models that Megatron cannot run may differ, beside those that count MTP layers."""
+"""Keys in which the configs of models that Megatron cannot run may differ, in addition to those that count MTP layers.
+"""
 _OWN_ROWS = re.compile(r"\b(word_embeddings|output_layer|embed_tokens|shared_head\.output)\.weight$")
 """Embedding and head of an MTP layer, where it does not use the trunk's."""
 _OUTSIDE = re.compile(rf"^.*\blayers\.\d+\.({SHARDED_TF_LAYER}\.)?")
@@ -83,9 +84,9 @@ class CarriedModel:
     """A model that Megatron cannot run.
 
     Attributes:
-        family: says which of the carried tensors are of MTP layers.
-        config: its config, complete.
-        folder: the folder of its `config.json`.
+        family: determines which carried tensors belong to MTP layers.
+        config: its complete config.
+        folder: folder of its `config.json`.
     """
 
     family: Family
@@ -94,18 +95,18 @@ class CarriedModel:
 
     @classmethod
     def of(cls, folder: Path) -> "CarriedModel":
-        """The model of this folder's `config.json`; ValueError where there is none, or it is of no family."""
+        """Read the model of this folder's `config.json`. Raise ValueError if there is none, or no family knows it."""
         config = HFConfig.read(folder)
         family = family_of(config)
         return cls(family, family.complete(config), folder)
 
     def is_of_depth(self, name: str) -> bool:
-        """True if the carried tensor of this Hugging Face name is of an MTP layer."""
+        """Return whether the carried tensor with this Hugging Face name belongs to an MTP layer."""
         return self.family.depths is not None and self.family.depths.depth_of(self.config, name) is not None
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The keys that say how it computes, without those in which trunks may differ."""
+        """Return the keys that determine how it computes, without those in which trunks may differ."""
         counts = {"num_mtp_layers", *(self.family.depths.keys if self.family.depths else ())}
         keys = computing(class_keys(self.folder))
         return {name: value for name, value in keys.items() if name.split(".")[-1] not in OF_TOKENS | counts}
@@ -113,20 +114,20 @@ class CarriedModel:
 
 @dataclass(frozen=True)
 class GraftSide:
-    """A donor or a target by Megatron's keys.
+    """A donor or a target, by Megatron's keys.
 
     Attributes:
-        path: what the user gave.
+        path: path given by the user.
         args: Megatron's arguments of the model.
         parts: its tensors as a conversion writes them.
-        tokenizer: its folder; None if there is none.
-        rows: of the embedding, without those that pad it.
+        tokenizer: its tokenizer folder; None if there is none.
+        rows: rows of the embedding, without padding.
         features: forms of the Hugging Face folder that it is or was.
         has: forms that such a folder may have.
-        record: differs when the model differs.
-        common: what a checkpoint of it stores beside tensors.
-        keep: copies config and tokenizer into the folder of a new checkpoint.
-        carried: the model that its tensors are carried of; None if Megatron can run it.
+        record: changes when the model changes.
+        common: common state of its checkpoint.
+        keep: function that copies config and tokenizer to a new checkpoint's folder.
+        carried: the model of its carried tensors; None if Megatron can run it.
     """
 
     path: Path
@@ -143,22 +144,22 @@ class GraftSide:
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """The entry of every tensor, or of a slab of it, by its key."""
+        """Entry of every tensor, or of a slab of it, by key."""
         return {key: entry for part in self.parts for group in part for entry in group.entries for key in entry.keys}
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
-        """Shape of every tensor by its key."""
+        """Shape of every tensor by key."""
         return {key: entry.whole or entry.shape for key, entry in self.entries.items()}
 
     def is_of_depth(self, key: str) -> bool:
-        """True if the tensor of this key is of an MTP layer, or of their draft vocabulary."""
+        """Return whether the tensor with this key belongs to an MTP layer or its draft vocabulary."""
         if self.carried is not None and key.startswith(CARRIED):
             return self.carried.is_of_depth(key.removeprefix(CARRIED))
         return key.removeprefix(ORIGINAL).startswith(DEPTHS)
 
     def parts_of(self, of_depths: bool) -> list[list[Group]]:
-        """The tensors of the MTP layers, or all others."""
+        """Return the tensors of the MTP layers, or all others."""
 
         def wanted(group: Group) -> bool:
             return any(self.is_of_depth(key) for entry in group.entries for key in entry.keys) == of_depths
@@ -166,7 +167,7 @@ class GraftSide:
         return [part for whole in self.parts if (part := [*filter(wanted, whole)])]
 
     def check_runs(self) -> None:
-        """Raises ValueError if Megatron cannot run the model."""
+        """Raise ValueError unless Megatron can run the model."""
         check_trainable(self.args, str(self.path))
 
     @property
@@ -176,7 +177,7 @@ class GraftSide:
 
     @property
     def layers(self) -> tuple[str | None, list[str]]:
-        """Symbols of a hybrid's layers, in its trunk and inside an MTP layer; None and nothing for a GPT."""
+        """Symbols of a hybrid model's layers, in its trunk and inside an MTP layer; None and empty for a GPT."""
         pattern = getattr(self.args, "hybrid_layer_pattern", None)
         return (None, []) if pattern is None else trunk_and_depths(pattern)
 
@@ -187,13 +188,13 @@ class GraftSide:
 
 
 def open_side(path: Path, options: Options | None = None) -> GraftSide:
-    """Open a folder or a checkpoint; no weights are read.
+    """Open a folder or a checkpoint without reading weights.
 
-    The config of a folder may count MTP layers that the folder lacks, since transformers drops them.
+    The config of a folder may count MTP layers that the folder lacks, because transformers drops them.
 
     Args:
         path: the folder or checkpoint.
-        options: how to convert it.
+        options: conversion options.
 
     Raises:
         ValueError: it is damaged.
@@ -254,13 +255,13 @@ def _checkpoint_side(path: Path, options: Options) -> GraftSide:
 
 
 def plan_graft(donor: Path, target: Path, options: Options, trust_remote_code: bool = False) -> Conversion:
-    """`graft`, from names and shapes.
+    """Plan `graft`, from names and shapes.
 
     Args:
         donor: folder or checkpoint with MTP layers.
         target: folder or checkpoint without.
-        options: how to convert.
-        trust_remote_code: whether to run the Python code of tokenizers' folders.
+        options: conversion options.
+        trust_remote_code: whether to run Python code that comes with tokenizers.
 
     Raises:
         ValueError: the MTP layers do not fit, or a side is damaged.
@@ -336,7 +337,7 @@ def _refused(donor: GraftSide, target: GraftSide, what: str) -> ValueError:
 
 
 def _check_computation(donor: GraftSide, target: GraftSide) -> int:
-    """Count Megatron's settings of both models; ValueError where one differs."""
+    """Count Megatron's settings of both models. Raise ValueError if one differs."""
     one, other = (
         {name: value for name, value in settings_of(side.args).items() if name not in OF_TRUNKS}
         for side in (donor, target)
@@ -347,7 +348,7 @@ def _check_computation(donor: GraftSide, target: GraftSide) -> int:
 
 
 def _check_carried(donor: GraftSide, target: GraftSide) -> int:
-    """Count the keys of both configs; ValueError where one differs, or Megatron can run one of the models."""
+    """Count the keys of both configs. Raise ValueError if one differs, or Megatron can run one of the models."""
     one, other = donor.carried, target.carried
     if one is None or other is None or one.config.model_type != other.config.model_type:
         side, beside = (donor, target) if one is not None else (target, donor)
@@ -363,7 +364,7 @@ def _check_carried(donor: GraftSide, target: GraftSide) -> int:
 
 
 def _compare_rows(donor: GraftSide, target: GraftSide) -> list[str]:
-    """Say how many tokens more or fewer the trunk has; ValueError where MTP layers need a row for each token."""
+    """Return how many more or fewer tokens the trunk has. Raise ValueError if MTP layers need a row for each token."""
     if DRAFT_VOCABULARY in donor.entries:
         (group,) = (group for part in donor.parts for group in part if DRAFT_VOCABULARY in group.entries[0].keys)
         if (largest := int(group.make()[0].max())) >= target.rows:
@@ -378,7 +379,7 @@ def _compare_rows(donor: GraftSide, target: GraftSide) -> list[str]:
 
 
 def _usual_type(entries: Iterable[Entry]) -> torch.dtype:
-    """The type of most floating-point numbers."""
+    """Return the most common floating-point type, counted by numbers."""
     sizes: Counter[torch.dtype] = Counter()
     for entry in entries:
         sizes[entry.dtype] += prod(entry.shape) * entry.dtype.is_floating_point
@@ -386,7 +387,7 @@ def _usual_type(entries: Iterable[Entry]) -> torch.dtype:
 
 
 def _types_of(trunk: GraftSide) -> Callable[[str, torch.dtype], torch.dtype]:
-    """The type of an MTP layer's tensor, from its key and its own type: as of the same weight of the trunk's layers."""
+    """Return a function from an MTP tensor's key and type to the type of the same weight in the trunk's layers."""
     usual = _usual_type(trunk.entries.values())
     layers = {_OUTSIDE.sub("", key): one.dtype for key, one in trunk.entries.items() if _OUTSIDE.match(key)}
 
@@ -399,7 +400,7 @@ def _types_of(trunk: GraftSide) -> Callable[[str, torch.dtype], torch.dtype]:
 
 
 def _cast(group: Group, type_of: Callable[[str, torch.dtype], torch.dtype]) -> Group:
-    """The group with its tensors in other types."""
+    """Return the group with its tensors converted to other types."""
     entries = [replace(entry, dtype=type_of(entry.keys[0], entry.dtype)) for entry in group.entries]
     if entries == group.entries:
         return group
@@ -411,7 +412,7 @@ def _cast(group: Group, type_of: Callable[[str, torch.dtype], torch.dtype]) -> G
 
 
 def _check_layers(donor: GraftSide, target: GraftSide) -> None:
-    """Raises ValueError where an MTP layer has not the form of the trunk's last layers of the same kind."""
+    """Raise ValueError if an MTP layer differs in form from the trunk's last layers of the same kind."""
     for inside, layer in _counterparts(donor, target):
         of_donor, of_trunk = _form(donor.shapes, inside), _form(target.shapes, layer)
         for name in sorted(of_donor | of_trunk):
@@ -422,7 +423,7 @@ def _check_layers(donor: GraftSide, target: GraftSide) -> None:
 
 
 def _counterparts(donor: GraftSide, target: GraftSide) -> Iterator[tuple[str, str]]:
-    """Prefixes of every layer inside the first MTP layer, and of a layer of the trunk of the same kind."""
+    """Return the prefixes of every layer inside the first MTP layer, and of a trunk layer of the same kind."""
     trunk, depths = target.layers[0], donor.layers[1]
     if trunk is None:
         yield f"mtp.layers.0.{SHARDED_TF_LAYER}.", f"decoder.layers.{target.last_layer}."
@@ -433,13 +434,13 @@ def _counterparts(donor: GraftSide, target: GraftSide) -> Iterator[tuple[str, st
 
 
 def _form(shapes: Mapping[str, Shape], prefix: str) -> dict[str, Shape]:
-    """Shapes of a layer's tensors by their names in it; norms by one of their two names."""
+    """Return shapes of a layer's tensors by their names within it; norms under one of their two names."""
     names = {key: min(key, other_key(key) or key) for key in shapes if key.startswith(prefix)}
     return {name.removeprefix(prefix): shapes[key] for key, name in names.items()}
 
 
 def _compare_tokens(donor: GraftSide, target: GraftSide, trust_remote_code: bool) -> tuple[list[str], list[str]]:
-    """Say what is known of tokens that both tokenizers have, and what is not; ValueError where one has another id."""
+    """Describe what is known of tokens that both tokenizers have. Raise ValueError if one has another id."""
     one, other = donor.tokenizer, target.tokenizer
     if one is None or other is None:
         path = donor.path if one is None else target.path

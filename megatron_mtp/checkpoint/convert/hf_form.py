@@ -1,8 +1,8 @@
-"""The form of the folder that an export makes: config, files and names of tensors.
+"""The form of an exported folder: config, files and tensor names.
 
-It is that of another folder, the one that was imported, or made from Megatron's arguments. A trained model takes the
-first form that fits it (`Family.trained`). With MTP layers that is GLM-4 MoE or DeepSeek-V3, which transformers, vLLM
-and SGLang load with MTP; a dense model fits into them too (`split_mlp_rules`).
+It is the form of another folder, such as the imported one, or is derived from Megatron's arguments. A trained model
+takes the first form that fits it (`Family.trained`). With MTP layers that is GLM-4 MoE or DeepSeek-V3, which
+transformers, vLLM and SGLang load with MTP; a dense model fits into them too (`split_mlp_rules`).
 """
 
 from dataclasses import dataclass, field, replace
@@ -25,15 +25,15 @@ from megatron_mtp.megatron.checkpoint.reader import DistReader, StoredDepths
 
 @dataclass(frozen=True)
 class HFForm:
-    """The form of the folder that an export makes.
+    """The form of an exported folder.
 
     Attributes:
         keys: keys of its `config.json`.
         features: names of the forms that it uses, out of the family's.
-        carried: names of the tensors that no rule covers.
+        carried: names of the tensors without a rule.
         files: folder of the tokenizer and other files to copy; None for none.
         texts: further files, by name.
-        folder: the Hugging Face folder of this form, for carried tensors that the checkpoint lacks; None without one.
+        folder: Hugging Face folder of this form, for carried tensors that the checkpoint lacks; None if there is none.
     """
 
     keys: dict[str, Any]
@@ -45,7 +45,10 @@ class HFForm:
 
 
 def kept_form(folder: Path) -> HFForm | None:
-    """The form that an import kept beside its checkpoint; None if there is none. ValueError where it is damaged."""
+    """Return the form that an import stored with its checkpoint; None if there is none.
+
+    Raise ValueError if it is damaged.
+    """
     kept = folder / HF_FILES
     if not (kept / CONFIG).is_file():
         return None
@@ -56,7 +59,7 @@ def kept_form(folder: Path) -> HFForm | None:
 
 
 def kept_origin(kept: Path) -> dict[str, Any]:
-    """The record of an import (`import_hf.origin`) among the files that it kept; empty without one."""
+    """Return the record of an import (`import_hf.origin`) from the stored files; empty if there is none."""
     if not (kept / ORIGIN).is_file():
         return {}
     origin = read_json(kept / ORIGIN)
@@ -76,14 +79,14 @@ def form_of(
     tokenizer: Path | None = None,
     trust_remote_code: bool = False,
 ) -> HFForm:
-    """The form of the folder that a checkpoint is exported to.
+    """Return the form of the folder that a checkpoint is exported to.
 
     Args:
-        source, trust_remote_code: the checkpoint, or a reader of it; whether to run code of its tokenizer's folder.
-        like: a Hugging Face folder or converted checkpoint from which to take config and files; a folder also gives
-            the carried tensors that the checkpoint lacks.
+        source, trust_remote_code: the checkpoint or its reader; whether to run code that comes with its tokenizer.
+        like: Hugging Face folder or converted checkpoint from which to take config and files; a folder also provides
+            carried tensors that the checkpoint lacks.
         family: `model_type` to export to; None for the imported one, or the one that fits.
-        tokenizer: folder of the tokenizer to copy.
+        tokenizer: tokenizer folder to copy.
 
     Raises:
         ValueError: the flags contradict each other, the folder has no tokenizer, or no family supports the model.
@@ -112,7 +115,7 @@ def form_of(
 
 
 def hf_folder_form(folder: Path) -> HFForm:
-    """The form of a Hugging Face folder, from its config and the names of its tensors."""
+    """Return the form of a Hugging Face folder, from its config and tensor names."""
     model = HFModel.read(folder)
     keys = without_quantization(read_json(folder / CONFIG))
     return HFForm(keys, tuple(model.layout.features), model.layout.carried, folder, folder=model.folder)
@@ -121,7 +124,7 @@ def hf_folder_form(folder: Path) -> HFForm:
 def trained_form(
     reader: DistReader, family: str | None = None, tokenizer: Path | None = None, trust_remote_code: bool = False
 ) -> HFForm:
-    """The form of a trained checkpoint, from Megatron's arguments; ValueError where no family takes it."""
+    """Return the form of a trained checkpoint, from Megatron's arguments. Raise ValueError if no family fits."""
     args = reader.common()["args"]
     if (pattern := pattern_of(reader)) is not None:
         raise ValueError(
@@ -145,14 +148,14 @@ def trained_form(
 
 
 def pattern_of(reader: DistReader) -> str | None:
-    """The pattern of a hybrid checkpoint; None for a GPT's."""
+    """Return the pattern of a hybrid checkpoint; None for a GPT."""
     return getattr(reader.common()["args"], "hybrid_layer_pattern", None)
 
 
 def with_depths(keys: dict[str, Any], depths: int, pattern: str | None = None) -> dict[str, Any]:
-    """The config's keys for this number of MTP layers; unchanged if they imply it already.
+    """Return the config's keys for this number of MTP layers; unchanged if they already imply it.
 
-    A hybrid's `pattern` gives the keys that name the layers of an MTP layer.
+    A hybrid's `pattern` determines the keys that name the layers of an MTP layer.
     """
     config = HFConfig.from_keys(keys)
     stored = family_of(config).depths

@@ -1,9 +1,9 @@
-"""gpt-to-hybrid and hybrid-to-gpt: the same model in Megatron's other class, with its MTP layers and its optimizer.
+"""gpt-to-hybrid and hybrid-to-gpt: convert a model to Megatron's other class, with MTP layers and optimizer state.
 
-In:  a distributed checkpoint. Out: one of the same iteration, whose tensors, optimizer's state, random states and
-learning rate are those of the source, bit by bit, under the other keys, and whose arguments describe the other class.
+In:  a distributed checkpoint. Out: a checkpoint of the same iteration with the same tensors, optimizer state, random
+states and learning rate, bit by bit, under the other class's keys, and with arguments for that class.
 
-A GPT's layer is two symbols of a hybrid's pattern:
+A GPT's layer corresponds to two symbols of a hybrid's pattern:
 
     two layers, the second with experts, and two MTP layers   <->   *-*E/*E/*E
 
@@ -49,18 +49,21 @@ from megatron_mtp.megatron.patterns import KINDS, SHARDED_STACK, trunk_and_depth
 from megatron_mtp.model.arguments import check_trainable
 
 FILE_BYTES = 2**30
-"""Size of a part, unless a single tensor is larger: what is made again at most after an interruption."""
+"""Size of a part, unless a single tensor is larger; at most this much is repeated after an interruption."""
 BY_BUCKET = "dp_reshardable"
-"""The distributed optimizer's usual format: flat buffers of the parameters, in the model's order."""
+"""The distributed optimizer's default format: flat buffers of the parameters, in the model's order."""
 UNEVEN = (
     "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout "
     "virtual_pipeline_model_parallel_size account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
 ).split()
-"""Arguments by which pipeline stages have other layers than an even cut gives them."""
+"""Arguments that give pipeline stages other layers than an even split."""
 
 
 def plan_migration(source: Path, to_hybrid: bool) -> Conversion:
-    """`gpt-to-hybrid` or `hybrid-to-gpt`, from names and shapes alone; ValueError where the model has no such form."""
+    """Plan `gpt-to-hybrid` or `hybrid-to-gpt`, from names and shapes alone.
+
+    Raise ValueError if there is no such form.
+    """
     reader = DistReader(source)
     common = reader.common()
     old = common["args"]
@@ -109,7 +112,7 @@ def plan_migration(source: Path, to_hybrid: bool) -> Conversion:
 
 
 def _check_optimizer(common: dict[str, Any], pattern: str, source: str) -> None:
-    """Raises ValueError where the optimizer's state lies in another order in the other form."""
+    """Raise ValueError if the other form would order the optimizer's state differently."""
     form, args = sharding_type(common), common["args"]
     remedy = "save it again by megatron-mtp train with --dist-ckpt-optim-fully-reshardable, and convert that"
     if form not in (*BY_PARAMETER, BY_BUCKET):
@@ -124,7 +127,7 @@ def _check_optimizer(common: dict[str, Any], pattern: str, source: str) -> None:
 
 
 def _parts(reader: DistReader, keys: dict[str, list[str]]) -> list[list[Group]]:
-    """Stored pieces of all tensors, for their new keys, as many to a part as fit."""
+    """Group stored pieces of all tensors, under their new keys, into parts; each part has as many as fit a file."""
     parts: list[list[Group]] = [[]]
     room = FILE_BYTES
     for key, names in keys.items():
@@ -145,21 +148,21 @@ def _read(reader: DistReader, *piece: Any) -> list[Tensor]:
 
 ATTENTION = (Symbols.ATTENTION, Symbols.MLA)
 CHANNELS = (Symbols.MLP, Symbols.MOE)
-"""The symbols of the first and of the second half of a GPT's layer."""
+"""Symbols of the first and the second half of a GPT's layer."""
 
 STAYS, DAMAGED = "it has to stay", "the checkpoint is damaged"
 POSITIONS = ("rope", "learned_absolute", "none")
-"""Position embeddings that both forms compute alike."""
+"""Position embeddings that both forms compute in the same way."""
 
 NOT_IN_HYBRIDS = (
     "use_rope_scaling no_rope_freq window_attn_skip_freq experimental_attention_variant "
     "heterogeneous_layers_config_path use_mup spec"
 ).split()
-"""Arguments that a hybrid does not read, or whose layers it counts in another way."""
+"""Arguments that a hybrid does not read, or whose layers it counts differently."""
 
 
 def hybrid_arguments(args: Namespace, source: str) -> Namespace:
-    """The arguments of the hybrid that computes what a GPT of these arguments does; ValueError where there is none."""
+    """Return the arguments of the hybrid that is equivalent to this GPT. Raise ValueError if there is none."""
     if (pattern := getattr(args, "hybrid_layer_pattern", None)) is not None:
         raise ValueError(f"{source} is a hybrid model of layers {pattern} already; hybrid-to-gpt is the other way.")
     given = {name: getattr(args, name, None) for name in NOT_IN_HYBRIDS}
@@ -176,7 +179,7 @@ def hybrid_arguments(args: Namespace, source: str) -> Namespace:
 
 
 def gpt_arguments(args: Namespace, source: str) -> Namespace:
-    """The arguments of the GPT that computes what a hybrid of these arguments does; ValueError where there is none."""
+    """Return the arguments of the GPT that is equivalent to this hybrid. Raise ValueError if there is none."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern is None:
         raise ValueError(f"{source} is a GPT already; gpt-to-hybrid is the other way.")
@@ -198,7 +201,7 @@ def gpt_arguments(args: Namespace, source: str) -> Namespace:
 
 
 def _check_layers(args: Namespace, source: str) -> None:
-    """Raises ValueError where the arguments of a GPT do not say what its layers are."""
+    """Raise ValueError if the arguments of a GPT do not determine its layers."""
     layers, frequency = args.num_layers, args.moe_layer_freq
     counts = {"num_layers": layers, "mtp_num_layers": args.mtp_num_layers or 1}
     if isinstance(frequency, int):
@@ -211,7 +214,7 @@ def _check_layers(args: Namespace, source: str) -> None:
 
 
 def _check_order(trunk: str, said: str) -> None:
-    """Raises ValueError at the first symbol that is not a half of a GPT's layer, or in another order."""
+    """Raise ValueError at the first symbol that is not half of a GPT layer, or is out of order."""
     for index, symbol in enumerate(trunk):
         if symbol not in ATTENTION + CHANNELS:
             kind = KINDS.get(symbol, "no layer of Megatron")
@@ -226,7 +229,7 @@ def _check_order(trunk: str, said: str) -> None:
 
 
 def _layers(args: Namespace) -> list[str]:
-    """The symbols of every layer: attention, and an MLP or, by --moe-layer-freq, experts."""
+    """Return the symbols of every layer: attention, and an MLP or, by --moe-layer-freq, experts."""
     attention = Symbols.MLA if args.multi_latent_attention else Symbols.ATTENTION
     layers, frequency = range(args.num_layers), args.moe_layer_freq
     moe = [n % frequency == 0 for n in layers] if isinstance(frequency, int) else frequency
@@ -234,7 +237,7 @@ def _layers(args: Namespace) -> list[str]:
 
 
 def _changed(args: Namespace, hybrid_layer_pattern: str | None, **changes: Any) -> Namespace:
-    """The arguments with another pattern (None: of a GPT), and the number of layers that goes with it."""
+    """Return the arguments with another pattern (None: of a GPT), and the matching number of layers."""
     changes["hybrid_layer_pattern"] = hybrid_layer_pattern
     layers = args.num_layers * 2 if hybrid_layer_pattern else args.num_layers // 2
     changes |= {name: layers for name in ("num_layers", "encoder_num_layers") if getattr(args, name, None) is not None}
@@ -256,12 +259,12 @@ WITNESSES = {
     Symbols.MLP: "mlp.linear_fc2.weight",
     Symbols.MOE: "mlp.router.weight",
 }
-"""A tensor that a layer of this kind has, and no other."""
+"""A tensor that only a layer of this kind has."""
 
 
 @dataclass(frozen=True)
 class Halves:
-    """The layers of a model that is a GPT and a hybrid.
+    """Layers of a model that is both a GPT and a hybrid.
 
     Attributes:
         trunk: symbols of the trunk.
@@ -273,12 +276,12 @@ class Halves:
 
     @classmethod
     def of(cls, pattern: str) -> "Halves":
-        """The layers that a hybrid's pattern names."""
+        """Return the layers that a hybrid's pattern names."""
         trunk, depths = trunk_and_depths(pattern)
         return cls(trunk, depths[0] if depths else "")
 
     def hybrid_key(self, key: str) -> str:
-        """The hybrid's key of a GPT's tensor; ValueError for one of a layer, or part of one, that the model lacks."""
+        """Return the hybrid's key of a GPT's tensor. Raise ValueError if the model lacks its layer."""
         if match := _GPT_LAYER.fullmatch(key):
             state, layer, rest = match.groups()
             half = 2 * int(layer) + _half(rest, key)
@@ -290,7 +293,7 @@ class Halves:
         return _GPT_NORM.sub(r"\1decoder.final_norm.\2", key)
 
     def gpt_keys(self, key: str) -> list[str]:
-        """The GPT's keys of a hybrid's tensor: several where its modules with and without TE have other names."""
+        """Return the GPT's keys of a hybrid's tensor: several if modules with and without TE use different names."""
         if match := _GPT_LAYER.fullmatch(key):
             state, half, rest = match.groups()
             layer = int(half) // 2
@@ -308,7 +311,7 @@ class Halves:
         return [f"{place}{name}{norm.group(1)}" for name in names]
 
     def check(self, keys: Iterable[str], depths: int, source: str) -> None:
-        """Raises ValueError where a checkpoint of these keys of a hybrid lacks a layer of its arguments."""
+        """Raise ValueError if a hybrid checkpoint with these keys lacks a layer of its arguments."""
         held = set(keys)
         layers = {f"decoder.layers.{index}.": symbol for index, symbol in enumerate(self.trunk)}
         for depth in range(depths):
@@ -335,6 +338,6 @@ def _half(rest: str, key: str) -> int:
 
 
 def _in_hybrid(rest: str, symbol: str) -> str:
-    """A layer's part under the name that it has in a hybrid, where the norm before experts stands alone."""
+    """Return a layer part's name in a hybrid, where the norm before experts is a separate module."""
     norm = _MLP_NORM.fullmatch(rest)
     return rest if norm is None else (OWN_NORM if symbol == Symbols.MOE else FUSED_NORM) + norm.group(1)

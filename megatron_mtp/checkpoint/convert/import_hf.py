@@ -28,18 +28,18 @@ from megatron_mtp.model.draft_vocabulary import tokens_of_file
 from megatron_mtp.spec.config import SHARED_KEYS, trained_depths
 
 TRUNK_ONLY = "trunk only"
-"""In the record of an import: the MTP layers were left out, whatever the kept config counts."""
+"""Entry in the record of an import: the MTP layers were left out, whatever the stored config counts."""
 
 
 def hf_to_mcore(source: Path, target: Path, options: Options) -> dict[str, Any]:
-    """Write the model of a Hugging Face folder as a distributed checkpoint that every parallel layout loads."""
+    """Import the model of a Hugging Face folder as a distributed checkpoint that loads under every parallel layout."""
     return plan_import(source, options).write(target, options)
 
 
 def plan_import(source: Path, options: Options, trunk_only: bool = False) -> Conversion:
-    """`hf-to-mcore`, from names and shapes alone; ValueError where copies in the folder differ.
+    """Plan `hf-to-mcore`, from names and shapes alone. Raise ValueError if copies in the folder differ.
 
-    With `trunk_only` the MTP layers of the folder are left out, be they whole or not, or lost.
+    With `trunk_only`, the folder's MTP layers are left out, whether complete, incomplete or missing.
     """
     model = HFModel.read(source, trunk_only=trunk_only)
     model.check_numbers()
@@ -68,7 +68,7 @@ def plan_import(source: Path, options: Options, trunk_only: bool = False) -> Con
 
 
 def headless(model: HFModel) -> dict[str, str]:
-    """The warning of a trunk that is converted without MTP layers: they are left out, or were not there."""
+    """Return the warning for a trunk that is converted without MTP layers, because they are left out or missing."""
     source, lost = model.folder.folder, len(model.left_out)
     if lost:
         return {"warning": f"--trunk-only left out the MTP layers of {source}, {lost} tensors; the trunk alone is here"}
@@ -76,7 +76,7 @@ def headless(model: HFModel) -> dict[str, str]:
 
 
 def notes(model: HFModel, args: Namespace) -> dict[str, Any]:
-    """Facts that a user should know about the import of a folder, by name."""
+    """Return facts about the import of a folder that the user should know, by name."""
     reason, beside = getattr(args, "megatron_mtp_untrainable", None), model.folder.side_files
     found: dict[str, Any] = {"also read": ", ".join(beside)} if beside else {}
     found |= model.folder.remarks
@@ -102,13 +102,13 @@ def notes(model: HFModel, args: Namespace) -> dict[str, Any]:
 
 
 def groups_of(model: HFModel, options: Options) -> list[list[Group]]:
-    """The tensors of a model in parts; the last part are the tokens that its MTP layers may draft, if listed."""
+    """Return the tensors of a model in parts; the last part is the draft vocabulary, if there is one."""
     parts = [[group_of(model.folder, rule, options) for rule in rules] for rules in parts_of(model.rules).values()]
     return parts + draft_vocabulary(model)
 
 
 def draft_vocabulary(model: HFModel) -> list[list[Group]]:
-    """A part with the tokens that a list beside the model lets its MTP layers draft, if there are both."""
+    """Return a part with the draft vocabulary from a list in the folder, if the model has a list and MTP layers."""
     file = model.folder.folder / DRAFTED
     if not file.is_file() or not any(piece.key.startswith("mtp.") for rule in model.rules for piece in rule.mcore):
         return []
@@ -117,7 +117,7 @@ def draft_vocabulary(model: HFModel) -> list[list[Group]]:
 
 
 def group_of(folder: HFFolder, rule: Rule, options: Options) -> Group:
-    """A rule's tensors, which are read, moved and written together."""
+    """Return a rule's tensors, which are read, converted and written together."""
     first = rule.hf[0].name
     shape, dtype = folder.shape(first), options.cast(first, folder.dtype(first))
     entries = [
@@ -140,7 +140,7 @@ def group_of(folder: HFFolder, rule: Rule, options: Options) -> Group:
 
 
 def fingerprint_of(model: HFModel, options: Options) -> dict[str, Any]:
-    """A record that differs when the folder or the options differ."""
+    """Return a record that changes when the folder or the options change."""
     files = sorted({stored.file for stored in model.folder.tensors.values()})
     files += [file for file in [model.folder.folder / DRAFTED] if file.is_file()]
     return {
@@ -152,12 +152,12 @@ def fingerprint_of(model: HFModel, options: Options) -> dict[str, Any]:
 
 
 def common_of(model: HFModel, args: Namespace) -> dict[str, Any]:
-    """The checkpoint's state beside tensors: Megatron's arguments, and where the model came from."""
+    """Return the checkpoint's common state: Megatron's arguments, and the origin of the model."""
     return {"args": args, "checkpoint_version": 3.0, "megatron_mtp": origin(model)}
 
 
 def origin(model: HFModel) -> dict[str, Any]:
-    """A record of the model's folder and of the conventions of its MTP layers, which the checkpoint keeps."""
+    """Return a record of the model's folder and the conventions of its MTP layers, to store in the checkpoint."""
     depths = model.family.depths
     half = "embedding" if depths is None or depths.embedding_first else "hidden"
     side = "before" if depths is not None and depths.before_norm else "after"
@@ -174,12 +174,12 @@ def origin(model: HFModel) -> dict[str, Any]:
 
 
 def layout_record(layout: Layout) -> dict[str, Any]:
-    """A layout in JSON."""
+    """Return a layout as JSON."""
     return {"depths": layout.depths, "features": sorted(layout.features), "carried": list(layout.carried)}
 
 
 def keep_hf_files(source: Path, folder: Path, origin: dict[str, Any]) -> None:
-    """Copy every file of a Hugging Face folder except weights and their quantization; write the origin beside them."""
+    """Copy all files of a Hugging Face folder except weights and quantization, and write the origin next to them."""
     folder.mkdir(exist_ok=True)
     for file in without_weights(source):
         if file.name not in (ORIGIN, RECORD, *SIDE_FILES):
@@ -189,7 +189,7 @@ def keep_hf_files(source: Path, folder: Path, origin: dict[str, Any]) -> None:
 
 
 def flags_of(model: HFModel) -> tuple[list[str] | None, str | None]:
-    """Megatron's flags for a model and None, or None and the reason why Megatron cannot run it."""
+    """Return Megatron's flags for a model and None, or None and the reason why Megatron cannot run it."""
     if model.family.flags is None:
         return None, model.family.untrainable
     try:
@@ -199,7 +199,10 @@ def flags_of(model: HFModel) -> tuple[list[str] | None, str | None]:
 
 
 def megatron_arguments(model: HFModel) -> Namespace:
-    """The arguments that a checkpoint stores; `mtp_num_layers` and the reason where Megatron cannot run the model."""
+    """Return the arguments to store in a checkpoint.
+
+    Only `mtp_num_layers` and the reason if Megatron cannot run the model.
+    """
     flags, reason = flags_of(model)
     if flags is None:
         return Namespace(mtp_num_layers=model.layout.depths or None, megatron_mtp_untrainable=reason)
@@ -209,14 +212,14 @@ def megatron_arguments(model: HFModel) -> Namespace:
 
 
 UNROLL = "mtp_unroll"
-"""Passes of the layer in training."""
+"""Number of passes of the layer in training."""
 
 SHARES, FIRST_PASS = SHARED_KEYS
-"""Later passes attended to the keys and values of pass 1; engines call it `INDEX_SHARE` where there is no chain."""
+"""Later passes attended to the keys and values of pass 1; engines call it `INDEX_SHARE` if there is no chain."""
 
 
 def pass_keys(args: Namespace) -> dict[str, Any]:
-    """The keys of `config.json` for a checkpoint with these arguments; none where every MTP layer had one pass."""
+    """Return the keys of `config.json` for a checkpoint with these arguments; empty if every MTP layer has one pass."""
     if not getattr(args, "mtp_use_repeated_layer", False) or trained_depths(args) < 2:
         return {}
     keys = {SHARES: SHARES, FIRST_PASS: INDEX_SHARE}
@@ -225,7 +228,10 @@ def pass_keys(args: Namespace) -> dict[str, Any]:
 
 
 def set_passes(args: Namespace, config: HFConfig) -> None:
-    """Give Megatron's arguments of an imported folder what `pass_keys` has written; ValueError for a wrong value."""
+    """Set Megatron's arguments of an imported folder from the keys of `pass_keys`.
+
+    Raise ValueError for an invalid value.
+    """
     if args.mtp_num_layers and config.has(UNROLL):
         args.mtp_use_repeated_layer = True
         args.mtp_unroll = config.integer(UNROLL, least=args.mtp_num_layers)

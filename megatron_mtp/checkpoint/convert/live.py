@@ -1,7 +1,7 @@
-"""A model in the memory of its ranks under Hugging Face names, without a checkpoint: weights out, and weights in.
+"""Export and load weights under Hugging Face names for a model in memory, without a checkpoint.
 
-The ranks' parts are read as the chunks of a checkpoint would be (`LiveReader`), so that rules, form and bits are those
-of mcore-to-hf.
+The ranks' parts are read like the chunks of a checkpoint (`LiveReader`), so rules, form and bits are those of
+mcore-to-hf.
 """
 
 import re
@@ -43,22 +43,22 @@ def export_hf_weights(
     bucket_bytes: int = 2**30,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors as mcore-to-hf would write them, whole, on every rank and on the model's device.
+    """Yield names and whole tensors as mcore-to-hf would write them, on every rank and on the model's device.
 
-    All ranks have to go through it together. The tensors of a bucket are gathered from all ranks before the first of
-    them comes out, so that a rank holds one bucket and what a layer needs beside the model.
+    All ranks must iterate together. The tensors of a bucket are gathered from all ranks before the first of them is
+    yielded, so a rank holds one bucket, and what a layer needs, in addition to the model.
 
     Args:
-        model: this rank's chunks, wrapped or not; any layout.
-        args: Megatron's arguments, from which a folder is described as by mcore-to-hf; None where `like` describes it.
-        like: a Hugging Face folder of the same model, whose form the names take, such as the one that was imported.
+        model: this rank's model chunks, wrapped or not; any layout.
+        args: Megatron's arguments, from which the form is derived as in mcore-to-hf; None if `like` is given.
+        like: Hugging Face folder of the same model, such as the imported one, whose names are used.
         family: `model_type` of the form; None for the one that fits.
-        only_mtp: the tensors that an engine's draft module loads: those of the MTP layers, the embedding and the head.
+        only_mtp: whether to yield only what an engine's draft module loads: MTP layers, embedding and output layer.
         bucket_bytes: size of a bucket; a larger tensor is a bucket of its own.
-        dtype: type of the tensors, except of those that stay in float32; None for the model's.
+        dtype: dtype of the tensors, except of those that stay in float32; None for the model's.
 
     Raises:
-        ValueError: no family has a place for the model, or neither arguments nor a folder describe it.
+        ValueError: no family supports the model, or neither arguments nor a folder are given.
     """
     reader = LiveReader(model if isinstance(model, list) else [model], args)
     if args is None and like is None:
@@ -87,20 +87,20 @@ def export_hf_weights(
 def load_hf_weights(
     model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]], source: Path | None = None, like: Path | None = None
 ) -> int:
-    """Copy tensors of Hugging Face names into a model; every rank keeps its part, and all ranks have to call it.
+    """Copy tensors with Hugging Face names into a model. All ranks must call it; each copies its own part.
 
     Args:
-        model: all of it on this pipeline stage.
-        weights: whole tensors, those of `export_hf_weights` for example; some of them alone change these alone.
-        source: the checkpoint that the model was loaded from, which says how a folder of it names its tensors.
-        like: a Hugging Face folder of the same model that says so, in the place of `source`.
+        model: the whole model on this pipeline stage.
+        weights: whole tensors, such as those of `export_hf_weights`. If only some are given, only these change.
+        source: checkpoint that the model was loaded from, which determines the tensor names.
+        like: Hugging Face folder of the same model that determines the names instead.
 
     Returns:
-        How many tensors came.
+        The number of tensors.
 
     Raises:
-        ValueError: a tensor is not of this model, has another shape, or lacks those that make one weight with it; what
-            came before has been copied.
+        ValueError: a tensor does not belong to this model, has another shape, or lacks those that form one weight with
+            it. Earlier tensors have been copied.
     """
     if like is None and source is None:
         raise ValueError("neither source nor like was given; give the model's checkpoint, or a folder like it.")
@@ -112,16 +112,16 @@ def load_hf_weights(
 def write_weights(
     reader: "LiveReader", rules: Iterable[Rule], weights: Iterable[tuple[str, Tensor]], folder: str
 ) -> int:
-    """Copy whole tensors of a folder's names into the model of `reader`, by the rules of that folder.
+    """Copy whole tensors with a folder's names into the model of `reader`, by that folder's rules.
 
     Args:
-        folder: how messages call the folder.
+        folder: name of the folder in messages.
 
     Returns:
-        How many tensors came.
+        The number of tensors.
 
     Raises:
-        ValueError: as of `load_hf_weights`.
+        ValueError: as in `load_hf_weights`.
     """
     rule_of = {tensor.name: rule for rule in rules for tensor in rule.hf}
     waiting: dict[str, Tensor] = {}
@@ -146,19 +146,19 @@ def write_weights(
 
 
 def _emptied(bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The pairs in order; none is held once it is out."""
+    """Yield the pairs in order, and drop each one."""
     bucket.reverse()
     while bucket:
         yield bucket.pop()
 
 
 class LiveReader(DistReader):
-    """A model's tensors, read from the ranks that hold them; every `read` is one of all ranks.
+    """Reads a model's tensors from the ranks that hold them. All ranks must call `read` together.
 
     Args:
-        chunks: of this rank, wrapped or not.
+        chunks: this rank's model chunks, wrapped or not.
         args: Megatron's arguments; None for none.
-        renamed: other beginnings of keys, by those that the chunks give.
+        renamed: replacements of key prefixes.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class LiveReader(DistReader):
 
     @property
     def home(self) -> Path:
-        """No folder: nothing is kept beside a model in memory."""
+        """None: there is no folder for a model in memory."""
         return _HERE
 
     def _slab(self, key: str, offset: Shape, shape: Shape) -> Tensor:
@@ -237,5 +237,5 @@ class LiveReader(DistReader):
                 held[target].copy_(value[given])
 
     def state(self) -> dict[str, Any]:
-        """State beside tensors: the arguments."""
+        """State other than tensors: the arguments."""
         return {"args": self._args or Namespace()}

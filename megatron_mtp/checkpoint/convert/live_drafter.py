@@ -1,4 +1,4 @@
-"""A drafter of a model in memory under the names of its folder, which engines load: weights out, and weights in."""
+"""Export and load the weights of a drafter in memory, under the names of its folder that engines load."""
 
 import json
 from argparse import Namespace
@@ -29,28 +29,28 @@ Chunks = torch.nn.Module | list[torch.nn.Module]
 
 @torch.no_grad()
 def export_drafter_weights(model: Chunks, head: str | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the drafter's folder, whole, on every rank; all ranks go through them together.
+    """Yield names and whole tensors of the drafter's folder on every rank; all ranks must iterate together.
 
     Args:
         model: this rank's model with an attached drafter, or its chunks; wrapped or not.
-        head: the name of the drafter; None for the only one.
+        head: name of the drafter; None for the only one.
 
     Raises:
-        ValueError: the model has no such drafter, or several and none is named.
+        ValueError: the model has no such drafter, or has several and none is named.
     """
     return _weights(*_read(model, head))
 
 
 def export_drafter(model: Chunks, folder: Path, head: str | None = None) -> None:
-    """Write the drafter's folder, which vLLM, SGLang and `convert attach-drafter` load; all ranks call this.
+    """Write the drafter's folder, which vLLM, SGLang and `convert attach-drafter` load. All ranks must call this.
 
     Args:
         model: this rank's model with an attached drafter, or its chunks; wrapped or not.
-        folder: that rank 0 makes; one that is there stays until the new one is whole.
-        head: the name of the drafter; None for the only one.
+        folder: folder that rank 0 writes; an existing one is kept until the new one is complete.
+        head: name of the drafter; None for the only one.
 
     Raises:
-        ValueError: the model has no such drafter, or several and none is named.
+        ValueError: the model has no such drafter, or has several and none is named.
     """
     form, reader = _read(model, head)
     weights = {name: tensor.contiguous().cpu() for name, tensor in _weights(form, reader)}
@@ -66,19 +66,19 @@ def export_drafter(model: Chunks, folder: Path, head: str | None = None) -> None
 
 @torch.no_grad()
 def load_drafter_weights(model: Chunks, weights: Iterable[tuple[str, Tensor]], head: str | None = None) -> int:
-    """Copy tensors of a drafter's folder into the drafter of a model; all ranks call this, with whole tensors.
+    """Copy tensors of a drafter's folder into a model's drafter. All ranks must call this, with whole tensors.
 
     Args:
-        model: with a drafter.
-        weights: as of `export_drafter_weights`. What the folder repeats of the trunk, such as the output layer of an
-            EAGLE-3 folder, is left to the trunk.
-        head: the name of the drafter; None for the only one.
+        model: model with a drafter.
+        weights: as in `export_drafter_weights`. Tensors that the folder repeats from the trunk, such as the output
+            layer of an EAGLE-3 folder, are ignored.
+        head: name of the drafter; None for the only one.
 
     Returns:
-        How many tensors came.
+        The number of tensors.
 
     Raises:
-        ValueError: the model has no such drafter, or a tensor is not of its folder or has another shape.
+        ValueError: the model has no such drafter, or a tensor is not from its folder or has another shape.
     """
     form, reader = _read(model, head)
     rules = form.rules(head_key(reader))
@@ -97,7 +97,7 @@ def _weights(form: DrafterForm, reader: LiveReader) -> Iterator[tuple[str, Tenso
 
 
 def _read(model: Chunks, head: str | None) -> tuple[DrafterForm, LiveReader]:
-    """The form of a drafter's folder, which reads layers by the numbers of a folder, and the model's tensors."""
+    """Return the form of a drafter's folder, with layers numbered as in a folder, and the model's tensors."""
     chunks = _chunks(model)
     drafters: dict[str, tuple[str, HeadSpec]] = {}
     for chunk in chunks:
@@ -120,7 +120,7 @@ def _chunks(model: Chunks) -> list[Any]:
 
 
 def _arguments(model: Any) -> Namespace:
-    """What a folder's config needs of Megatron's arguments."""
+    """Return the Megatron arguments that a folder's config needs."""
     return Namespace(
         num_layers=model.config.num_layers,
         hybrid_layer_pattern=getattr(model, "hybrid_layer_pattern", None),

@@ -1,7 +1,7 @@
-"""The folder beside a target, `<target>.partial`, in which a conversion works: whole or not there, and resumed.
+"""The temporary folder of a conversion, `<target>.partial`: complete or absent, and resumable.
 
-Each finished part leaves a record with checksums, which `--resume` trusts as far as they are right. A lock beside the
-target keeps a second process out.
+Each finished part leaves a record with checksums, which `--resume` verifies. A lock next to the target keeps out a
+second process.
 """
 
 import json
@@ -15,21 +15,21 @@ from megatron_mtp.common.files import check_outside, is_inside, one_writer, sync
 
 RECORDS = "progress"
 PLAN = "progress.json"
-"""Marks a folder as unfinished. A single file, unlike a folder, can be removed in one step."""
+"""Marks a folder as unfinished. Unlike a folder, a file can be removed atomically."""
 
 
 class PartialFolder:
-    """The folder beside the target, in which a conversion works; a link is followed first.
+    """The temporary folder next to the target in which a conversion works. A link is resolved first.
 
     Args:
-        target: the folder to make; it must not exist, or be empty.
-        source: the folder that is converted.
+        target: folder to create; it must not exist, or be empty.
+        source: folder that is converted.
         plan: everything that determines the output; a resumed conversion must have the same.
         resume: whether to continue an interrupted conversion.
 
     Raises:
-        ValueError: the target holds something, is a mount point or lies inside the source, or another process writes
-            it, or there is a partial folder that is not to be resumed.
+        ValueError: the target is not empty, is a mount point or is inside the source; another process is writing it; or
+            there is a temporary folder and `resume` is false.
     """
 
     def __init__(self, target: Path, source: Path, plan: Mapping[str, Any], resume: bool) -> None:
@@ -61,7 +61,7 @@ class PartialFolder:
         _write_whole(self.path / PLAN, text)
 
     def record(self, part: int) -> Any:
-        """The record of a part; None if the part is not finished."""
+        """Return the record of a part; None if the part is not finished."""
         try:
             return json.loads(self._record(part).read_bytes())
         except (FileNotFoundError, ValueError):
@@ -75,7 +75,7 @@ class PartialFolder:
         return self.path / RECORDS / f"{part}.json"
 
     def finish(self) -> None:
-        """Rename the folder to the target, once all files are on the disk, and remove the records."""
+        """Rename the folder to the target after flushing all files to disk, and remove the records."""
         sync(self.path)
         if self.target.exists():
             self.target.rmdir()
@@ -90,7 +90,7 @@ class PartialFolder:
 
 
 def check_free(target: Path, source: Path) -> None:
-    """Raises ValueError where something is at the target, or as `check_place`."""
+    """Raise ValueError if the target exists, or as in `check_place`."""
     target = resolved(target)
     check_place(target, source)
     _check_empty(target)
@@ -104,7 +104,7 @@ def _check_empty(target: Path) -> None:
 
 
 def resolved(target: Path) -> Path:
-    """The folder that a target leads to; raises ValueError for a link that leads to itself."""
+    """Resolve a target's links. Raise ValueError for a link to itself."""
     try:
         return target.resolve()
     except (RuntimeError, OSError) as error:
@@ -112,7 +112,7 @@ def resolved(target: Path) -> Path:
 
 
 def check_place(target: Path, source: Path) -> None:
-    """Raises ValueError where a folder is a mount point, or it and its source lie inside one another."""
+    """Raise ValueError if a folder is a mount point, or if it and its source contain each other."""
     check_outside(target, source)
     if is_inside(source, target):
         raise ValueError(f"{target} holds {source}, which it would be made from; name a new folder.")

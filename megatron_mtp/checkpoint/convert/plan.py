@@ -1,7 +1,7 @@
-"""The rules of a conversion, checked by names and shapes alone: every tensor has its rule, and every rule its tensors.
+"""The rules of a conversion, checked by names and shapes alone: every tensor has a rule, and every rule its tensors.
 
-Rules are grouped into parts, one per layer, which are converted, recorded and resumed as one. The name table at the end
-shows them: rows for JSON, one per rule, or lines for people, in which numbers of layers and experts are `*`.
+Rules are grouped into parts, one per layer, which are converted, recorded and resumed together. The name table at the
+end shows them: rows for JSON, one per rule, or lines for people, with `*` for the numbers of layers and experts.
 """
 
 import re
@@ -35,7 +35,7 @@ _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.")
 
 
 def parts_of(rules: Iterable[Rule]) -> dict[str, list[Rule]]:
-    """Rules by the prefix of their layer, in order; all rules outside layers are one part."""
+    """Group rules by the prefix of their layer, in order; all rules outside layers are one part."""
     parts: dict[str, list[Rule]] = {}
     for rule in rules:
         match = _LAYER.match(rule.mcore[0].key) if rule.mcore else None
@@ -44,7 +44,7 @@ def parts_of(rules: Iterable[Rule]) -> dict[str, list[Rule]]:
 
 
 def check_hf(rules: list[Rule], folder: HFFolder, config: HFConfig) -> None:
-    """Raises ValueError where a folder's tensor has no rule, or another shape or type than the config implies."""
+    """Raise ValueError if a folder's tensor has no rule, or another shape or dtype than the config implies."""
     left, source = dict(folder.tensors), config.source
     wanted = [tensor for rule in rules for tensor in rule.hf]
     strange = min(left.keys() - {tensor.name for tensor in wanted}, default=None)
@@ -74,11 +74,11 @@ def _more(left: Collection[str]) -> str:
 def check_mcore(rules: list[Rule], reader: DistReader) -> None:
     """Check that every tensor of a checkpoint has one rule, and the shape that the config implies.
 
-    A draft vocabulary is left out, since the MTP layers of a folder draft all tokens, and so is a drafter, which has a
-    folder of its own (`drafter-to-hf`).
+    A draft vocabulary is ignored, because the MTP layers of a folder draft all tokens, and so is a drafter, which has
+    its own folder (`drafter-to-hf`).
 
     Raises:
-        ValueError: a tensor is missing, left over, of another shape, or of a type that no weight has.
+        ValueError: a tensor is missing, unexpected, of another shape, or of a dtype that no weight has.
     """
     left = {key for key in reader.keys if key != DRAFT_VOCABULARY and not key.startswith(DRAFTER)}
     for piece in (piece for rule in rules for piece in rule.mcore):
@@ -101,7 +101,10 @@ def check_mcore(rules: list[Rule], reader: DistReader) -> None:
 
 
 def stored_key(piece: Piece, reader: DistReader) -> str:
-    """The key under which a checkpoint holds a piece, its own or an alias; raises ValueError where there is none."""
+    """Return the key under which a checkpoint stores a piece, its own or an alias.
+
+    Raise ValueError if there is none.
+    """
     for key in (piece.key, *piece.aliases):
         if reader.holds(key):
             return key
@@ -109,18 +112,18 @@ def stored_key(piece: Piece, reader: DistReader) -> str:
 
 
 def stored_layout(reader: DistReader, features: Iterable[str] = (), carried: Iterable[str] = ()) -> Layout:
-    """The layout of a checkpoint's export: the MTP layers that are stored, and the forms that the folder is to have."""
+    """Return the layout of a checkpoint's export: its stored MTP layers, and the forms of the folder."""
     return Layout(StoredDepths.of(reader.keys).layers, frozenset(features) - lost_features(reader), tuple(carried))
 
 
 def lost_features(reader: DistReader) -> frozenset[str]:
-    """Forms that training takes away from a converted checkpoint: Megatron saves no originals."""
+    """Return forms that training removes from a converted checkpoint, because Megatron saves no originals."""
     kept = any(key.startswith(ORIGINAL) for key in reader.keys)
     return frozenset() if kept else frozenset({ORIGINAL_NORMS, ORIGINAL_WEIGHTS})
 
 
 def zero_features(reader: DistReader) -> tuple[str, ...]:
-    """Forms for biases that the model does not have, and that some engines expect: they are written as zeros."""
+    """Return forms with biases that the model does not have and some engines expect; they are written as zeros."""
     names = {ZERO_QKV_BIAS: "self_attention.linear_qkv.bias", ZERO_ROUTER_BIAS: "mlp.router.expert_bias"}
     return tuple(feature for feature, name in names.items() if not any(key.endswith(f".{name}") for key in reader.keys))
 
@@ -131,11 +134,11 @@ class HFModel:
 
     Attributes:
         config: its config, with the family's defaults.
-        family: the family of its `model_type`.
-        layout: what its tensors decide.
+        family: family of its `model_type`.
+        layout: what its tensors determine.
         folder: its tensors.
-        rules: the rule of every tensor.
-        left_out: names of the tensors of MTP layers that were left out of all others.
+        rules: rule of every tensor.
+        left_out: names of the MTP layers' tensors that were left out.
     """
 
     config: HFConfig
@@ -147,15 +150,15 @@ class HFModel:
 
     @classmethod
     def read(cls, path: Path, lost_depths: bool = False, trunk_only: bool = False) -> "HFModel":
-        """Read and check a folder; no tensor is read.
+        """Read and check a folder without reading tensors.
 
         Args:
             path: the folder.
-            lost_depths: whether the config may count MTP layers that the folder does not hold: transformers drops them.
-            trunk_only: whether to leave out all MTP layers, whole or not.
+            lost_depths: whether the config may count MTP layers that the folder lacks, because transformers drops them.
+            trunk_only: whether to leave out all MTP layers, complete or not.
 
         Raises:
-            ValueError: the folder is of a kind that does not convert, is damaged, or contradicts itself, or its tensors
+            ValueError: the folder is of a kind that does not convert, is damaged or contradicts itself, or its tensors
                 have names that no loader looks for.
         """
         check_kind(path)
@@ -178,28 +181,26 @@ class HFModel:
         return cls(config, family, layout, folder, rules, left_out)
 
     def check_numbers(self) -> None:
-        """Raises ValueError where copies differ, or zeros are not: the tensors whose numbers may contradict a rule."""
+        """Raise ValueError if copies differ or zeros are not zero: the tensors whose values may contradict a rule."""
         for rule in self.rules:
             if isinstance(rule.map, Zeros) or (isinstance(rule.map, Copies) and len(rule.hf) > 1):
                 rule.to_mcore([self.folder.read(tensor.name) for tensor in rule.hf])
 
     def beside(self, reader: DistReader) -> "HFModel":
-        """The model with rules for this checkpoint, which may lack biases that are zero, and carried tensors."""
+        """Return the model with rules for this checkpoint, which may lack zero biases and carried tensors."""
         features = (self.layout.features | set(zero_features(reader))) - lost_features(reader)
         layout = replace(self.layout, features=features)
-        if (
-            self.family.untrainable is None
-        ):  # Megatron has trained it, and does not save what stands around a text model
+        if self.family.untrainable is None:  # Megatron has trained it, and does not save what surrounds a text model
             held = tuple(name for name in layout.carried if reader.holds(f"{CARRIED}{name}"))
             layout = replace(layout, carried=held)
         return replace(self, layout=layout, rules=self.family.all_rules(self.config, layout))
 
 
 def has_lost_depths(path: Path) -> bool:
-    """True if the config of a folder counts MTP layers, and the folder holds no tensor of any.
+    """Return whether a folder's config counts MTP layers of which the folder has no tensor.
 
     Raises:
-        ValueError: the folder cannot be read, or is of no known family.
+        ValueError: the folder cannot be read, or its family is unknown.
     """
     config = HFConfig.read(path)
     family = family_of(config)
@@ -211,17 +212,17 @@ def has_lost_depths(path: Path) -> bool:
 
 
 Pair = tuple[str, Tensor, Tensor]
-"""A name, the folder's tensor, and the checkpoint's: one of both as it is stored, the other one converted."""
+"""A name, the folder's tensor, and the checkpoint's: one as stored, the other converted."""
 
 
 @dataclass(frozen=True)
 class RuleSides:
-    """A step along the plan: the tensors of a rule on both sides, each read once, and what each side makes.
+    """The tensors of one rule on both sides, each read once, and what each side converts to.
 
         folder    q_proj  k_proj  v_proj    to_mcore ->    linear_qkv   there: equal to the stored one?
                   back: equal to these?        <- to_hf    linear_qkv   checkpoint
 
-    A proof asks whether all pairs are equal bit by bit (verify/verify.py), an audit what explains those that differ
+    Verification asks whether all pairs are bit-identical (verify/verify.py); an audit explains those that differ
     (audit/comparing.py).
 
     Attributes:
@@ -235,9 +236,9 @@ class RuleSides:
     ours: Sequence[Tensor]
 
     def back(self) -> Iterator[Pair]:
-        """The folder's tensors beside those that the checkpoint makes, by the folder's names.
+        """Return the folder's tensors paired with those converted from the checkpoint, by the folder's names.
 
-        Zeros, and norms whose original training has lost, are made in float32, and rounded to the folder's type.
+        Zeros, and norms whose original was lost in training, are computed in float32 and rounded to the folder's dtype.
         """
         for tensor, made in zip(self.rule.hf, self.rule.to_hf(self.ours), strict=True):
             if (held := self.theirs.get(tensor.name)) is not None:
@@ -245,10 +246,10 @@ class RuleSides:
                 yield tensor.name, held, made.to(held.dtype) if has_no_type else made
 
     def there(self) -> Iterator[Pair]:
-        """What the folder's tensors make beside those that the checkpoint stores, by the checkpoint's keys.
+        """Return the checkpoint's tensors paired with those converted from the folder, by the checkpoint's keys.
 
         Raises:
-            ValueError: copies in the folder differ, or zeros are none.
+            ValueError: copies in the folder differ, or zeros are not zero.
         """
         made = self.rule.to_mcore([self.theirs[tensor.name] for tensor in self.rule.hf])
         for piece, one, stored in zip(self.rule.mcore, made, self.ours, strict=True):
@@ -259,7 +260,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def name_rows(rules: Iterable[Rule], shape_of: Callable[[Rule], Shape]) -> list[dict[str, Any]]:
-    """A row per rule: `hugging_face` and `megatron`, and `map`; `shape_of` has the shape of a rule's carried tensor."""
+    """Return one row per rule: `hugging_face`, `megatron` and `map`; `shape_of` returns shapes of carried tensors."""
 
     def shape(tensor: HFTensor | Piece, rule: Rule) -> Shape:
         return shape_of(rule) if tensor.shape is None else tensor.shape
@@ -280,7 +281,7 @@ def name_rows(rules: Iterable[Rule], shape_of: Callable[[Rule], Shape]) -> list[
 
 
 def name_lines(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """`HF name [shape], ... -> Megatron key [shape]  (map)  (N times)`, a line per kind of rule."""
+    """Return `HF name [shape], ... -> Megatron key [shape]  (map)  (N times)`, one line per kind of rule."""
 
     def line(row: dict[str, Any]) -> str:
         old = unnumbered(f"{one['name']} {list(one['shape'])}" for one in row["hugging_face"])
@@ -291,27 +292,27 @@ def name_lines(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def moved(pairs: Iterable[tuple[Iterable[str], Iterable[str]]]) -> list[str]:
-    """Old names and new ones where they differ, one line for all layers and experts of the same kind."""
+    """Return old and new names where they differ, one line for all layers and experts of the same kind."""
     kinds = ((unnumbered(old), unnumbered(new)) for old, new in pairs)
     return counted(f"{old or 'zeros'} -> {new}" for old, new in kinds if old != new)
 
 
 def counted(lines: Iterable[str]) -> list[str]:
-    """Equal lines once, with their number where there are several."""
+    """Merge equal lines and add their number."""
     return [f"{line}  ({count} times)" if count > 1 else line for line, count in Counter(lines).items()]
 
 
 def unnumbered(names: Iterable[str]) -> str:
-    """Names of layers and experts as one pattern: `model.layers.*.mlp.experts.*.up_proj.weight`."""
+    """Replace the numbers of layers and experts in names: `model.layers.*.mlp.experts.*.up_proj.weight`."""
     return ", ".join(dict.fromkeys(_NUMBER.sub("*", name) for name in names))
 
 
 def sides(rule: Rule) -> tuple[list[str], list[str]]:
-    """The names of a rule's tensors in the folder and in the checkpoint."""
+    """Return the names of a rule's tensors in the folder and in the checkpoint."""
     return [tensor.name for tensor in rule.hf], [piece.key for piece in rule.mcore]
 
 
 def carried(rules: Iterable[Rule]) -> list[str] | str:
-    """Names of the tensors that are carried as they are."""
+    """Return the names of the carried tensors."""
     keys = [piece.key for rule in rules for piece in rule.mcore if piece.key.startswith(CARRIED)]
     return [key.removeprefix(CARRIED) for key in keys] or "nothing"

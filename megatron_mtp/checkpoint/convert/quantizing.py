@@ -1,12 +1,12 @@
-"""Quantized exports: which weights get which form, and what `quantization_config` says of them.
+"""Quantized exports: which weights get which form, and the matching `quantization_config`.
 
-    --quantize fp8           trunk     layers' projections: attention, MLP, experts
-    --mtp-dtype bfloat16     MTP layers    the same, chosen apart
-    never                    embedding, head, eh_proj, routers, norms, recurrent layers, stacked experts
+    --quantize fp8           trunk         projections of the layers: attention, MLP, experts
+    --mtp-dtype bfloat16     MTP layers    the same, chosen separately
+    never                    embedding, output layer, eh_proj, routers, norms, recurrent layers, stacked experts
 
-Engines read lists of unquantized modules differently: vLLM compares whole names, SGLang and transformers parts of them
-too, compressed-tensors whole names or `re:` patterns. So each module is named as a whole, and the experts of a layer by
-their common name.
+Engines interpret lists of unquantized modules differently: vLLM compares whole names, SGLang and transformers also
+parts of names, compressed-tensors whole names or `re:` patterns. So each module is listed with its whole name, and the
+experts of a layer with their common name.
 """
 
 import re
@@ -35,8 +35,8 @@ class Quantize:
     """The forms of an export.
 
     Attributes:
-        trunk: of the trunk, a key of `WRITTEN`; None for none.
-        depths: of the MTP layers, or `PLAIN` for bfloat16; None leaves them as they are.
+        trunk: form of the trunk, a key of `WRITTEN`; None for none.
+        depths: form of the MTP layers, or `PLAIN` for bfloat16; None leaves them unchanged.
 
     Raises:
         ValueError: one config cannot describe both forms.
@@ -54,11 +54,11 @@ class Quantize:
             )
 
     def form(self, rule: Rule, name: str, shape: Shape, in_depth: bool) -> Form | None:
-        """The form in which a rule's tensor is written; None if it is not quantized.
+        """Return the form in which a rule's tensor is written; None if it is not quantized.
 
         Args:
-            rule, name, shape: of the tensor in the folder.
-            in_depth: whether it is an MTP layer's.
+            rule, name, shape: the tensor in the folder.
+            in_depth: whether it belongs to an MTP layer.
         """
         form = WRITTEN.get((self.depths if in_depth else self.trunk) or "")
         if form is None or form.encoding is None or not rule.mcore:
@@ -71,13 +71,13 @@ class Quantize:
 def config(
     coded: Mapping[str, Form], plain: Iterable[str], depths: Iterable[str], in_vllm: Callable[[str], str]
 ) -> dict[str, Any]:
-    """The `quantization_config` of a folder.
+    """Return the `quantization_config` of a folder.
 
     Args:
-        coded: the form of every quantized weight, by name.
-        plain: the matrices that are not quantized, without the embedding's.
+        coded: form of every quantized weight, by name.
+        plain: matrices that are not quantized, without the embedding.
         depths: names of the MTP layers' tensors.
-        in_vllm: gives vLLM's name of a module, which is listed beside the folder's.
+        in_vllm: function that returns vLLM's name of a module, which is listed as well.
     """
     forms = list(dict.fromkeys(coded.values()))
     (first, *_) = says = [form.encoding.says for form in forms if form.encoding is not None]
@@ -105,14 +105,14 @@ def config(
 
 
 def loaded_by(coded: Mapping[str, Form], shapes: Mapping[str, Shape]) -> str:
-    """Who loads an export, and which of its weights transformers reads wrongly.
+    """Return which engines load an export, and which of its weights transformers reads incorrectly.
 
-    Where transformers decodes FP8 as it loads, it divides the sizes of a weight by those of its grid of scales: rows of
-    192 become two blocks of 96, while the form has one of 128 and one of 64 (`Fp8Dequantize` of transformers 5.23).
+    If transformers decodes FP8 during loading, it divides the sizes of a weight by those of its grid of scales: 192
+    rows become two blocks of 96, while the form has blocks of 128 and 64 (`Fp8Dequantize` of transformers 5.23).
 
     Args:
-        coded: the form of every quantized weight, by name.
-        shapes: of the weights.
+        coded: form of every quantized weight, by name.
+        shapes: shapes of the weights.
     """
     engines = [form.engines.split(", ") for form in dict.fromkeys(coded.values())]
     every = [engine for engine in engines[0] if all(engine in others for others in engines)]
@@ -133,5 +133,5 @@ def loaded_by(coded: Mapping[str, Form], shapes: Mapping[str, Shape]) -> str:
 
 
 def _experts_of(name: str) -> str:
-    """The common module of a layer's experts, for the weight of one; the module of other weights."""
+    """Return the common module of a layer's experts for one expert's weight, and a weight's own module otherwise."""
     return _EXPERT.sub(r"\1", module_of(name))

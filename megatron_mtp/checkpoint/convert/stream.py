@@ -1,11 +1,11 @@
-"""One pass for every conversion: groups of tensors, through bounded memory, into a folder beside the target.
+"""One streaming pass for every conversion: groups of tensors, with bounded memory, into a temporary folder.
 
-    verb  ->  Conversion (from names and shapes alone)  ->  described(): --dry-run
-                                                        ->  write(): the folder, renamed to the target when it is whole
+    command  ->  Conversion (from names and shapes alone)  ->  described(): --dry-run
+                                                           ->  write(): the folder, renamed to the target when complete
 
-A conversion lists parts, which are recorded and resumed as one, a part lists groups, and a group makes its tensors at
-once. Several workers share the parts. The target is a Megatron checkpoint (`CheckpointFiles`) or a Hugging Face folder
-(`export_hf.FolderFiles`).
+A conversion has parts, which are recorded and resumed as a unit; a part has groups, and a group creates its tensors
+together. Several workers share the parts. The target is a Megatron checkpoint (`CheckpointFiles`) or a Hugging Face
+folder (`export_hf.FolderFiles`).
 """
 
 import math
@@ -35,7 +35,7 @@ from megatron_mtp.megatron.checkpoint.reader import bounds
 from megatron_mtp.megatron.checkpoint.writer import chunks_are_in, read_chunk, write_catalogue, write_chunk
 
 STAYS_WIDE = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")
-"""Endings of the tensors that models keep in float32 beside bfloat16 weights."""
+"""Suffixes of tensors that models keep in float32 even with bfloat16 weights."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Options:
     """Options of a conversion.
 
     Attributes:
-        dtype: type of all floating-point tensors except those of `STAYS_WIDE`; None keeps each tensor's own.
-        shard_bytes: size of the largest safetensors file.
-        workers: number of parts that are converted at a time.
+        dtype: dtype of all floating-point tensors except those of `STAYS_WIDE`; None keeps each tensor's own.
+        shard_bytes: maximum size of a safetensors file.
+        workers: number of parts to convert at the same time.
         resume: whether to continue an interrupted conversion.
-        quiet: whether to show no progress bar.
-        quantize: the forms of an export.
+        quiet: whether to hide the progress bar.
+        quantize: quantized forms of an export.
     """
 
     dtype: torch.dtype | None = None
@@ -59,7 +59,7 @@ class Options:
     quantize: Quantize = field(default_factory=Quantize)
 
     def cast(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """The type in which the tensor of this Hugging Face name and type is written."""
+        """Return the dtype in which the tensor with this Hugging Face name and dtype is written."""
         if self.dtype is None or not dtype.is_floating_point or name.endswith(STAYS_WIDE):
             return dtype
         return self.dtype
@@ -67,11 +67,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that is written, or the slab at `offset` of a tensor whose shape is `whole`.
+    """A tensor that is written, or the slab at `offset` of a tensor with shape `whole`.
 
     Attributes:
-        keys: its names; several where Megatron's modules with and without Transformer Engine use different ones.
-        shape, dtype: of the slab.
+        keys: its names; several if Megatron's modules with and without Transformer Engine use different ones.
+        shape, dtype: shape and dtype of the slab.
     """
 
     keys: Sequence[str]
@@ -88,12 +88,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that are made together.
+    """Tensors that are created together.
 
     Attributes:
         entries: what is written.
-        size: of what is read for it, bytes.
-        make: reads and makes the tensors of the entries.
+        size: bytes that are read for it.
+        make: function that reads and creates the tensors of the entries.
     """
 
     entries: list[Entry]
@@ -102,7 +102,7 @@ class Group:
 
     @classmethod
     def single(cls, key: str, shape: Shape, dtype: torch.dtype, make: Callable[[], Tensor]) -> "Group":
-        """A tensor that is made alone."""
+        """Create a group with one tensor."""
         entry = Entry([key], shape, dtype)
         return cls([entry], entry.bytes, lambda: [make()])
 
@@ -111,13 +111,13 @@ Made = Iterable[tuple[Entry, Tensor]]
 
 
 class Files(Protocol):
-    """The files of a new folder, which several workers write."""
+    """Files of a new folder, written by several workers."""
 
     def write(self, part: int, made: Made) -> Any:
-        """Write a part to the disk, and return its record in JSON."""
+        """Write a part to disk, and return its record as JSON."""
 
     def holds(self, record: Any) -> bool:
-        """True if the files hold what a record of an interrupted run describes."""
+        """Return whether the files contain what a record of an interrupted run describes."""
 
     def finish(self, records: list[Any]) -> None:
         """Complete the files, given the records of all parts."""
@@ -125,19 +125,19 @@ class Files(Protocol):
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion before any of it is written.
+    """A planned conversion.
 
     Attributes:
-        sources: the folders that it reads.
-        title: of the family.
+        sources: folders that it reads.
+        title: name of the family.
         depths: number of MTP layers in the result.
-        parts: all groups; those of a part are resumed as one.
+        parts: groups, by part; a part is resumed as a unit.
         record: everything that determines the output; a resumed conversion must have the same.
-        files: makes the files in the folder beside the target.
-        keep: writes what stands beside the tensors: config, tokenizer.
-        facts: what `--dry-run` prints further.
-        notes: what is printed with and without `--dry-run`.
-        tensors: number of tensors; None for those that are written.
+        files: creates the files in the temporary folder.
+        keep: writes files other than the tensors: config, tokenizer.
+        facts: additional output of `--dry-run`.
+        notes: printed with and without `--dry-run`.
+        tensors: number of tensors; None for the number that is written.
         begin: called once before the first part.
     """
 
@@ -155,18 +155,18 @@ class Conversion:
 
     @property
     def entries(self) -> list[Entry]:
-        """Tensors that are written."""
+        """Tensors to write."""
         return [entry for part in self.parts for group in part for entry in group.entries]
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Family, MTP layers, tensors, and bytes that are read."""
+        """Family, number of MTP layers and tensors, and bytes to read."""
         tensors = len({key for entry in self.entries for key in entry.keys}) if self.tensors is None else self.tensors
         size = sum(group.size for part in self.parts for group in part)
         return {"family": self.title, "depths": self.depths, "tensors": tensors, "bytes": size}
 
     def described(self, target: Path) -> dict[str, Any]:
-        """The output of `--dry-run`: counts, names, room on the disk; ValueError where the target is taken."""
+        """Return the output of `--dry-run`: counts, names, free space. Raise ValueError if the target exists."""
         for source in self.sources:
             check_free(target, source)
         counts = {"bytes read" if name == "bytes" else name: count for name, count in self.counts.items()}
@@ -175,13 +175,13 @@ class Conversion:
         return counts | disk | self.facts | self.notes
 
     def _room(self, target: Path) -> tuple[int, int | None]:
-        """Bytes that are written, and those that the disk has for them; None where it does not tell."""
+        """Return the bytes to write and the bytes free on the disk; None if the free space is unknown."""
         there = next(path for path in (target, *target.absolute().parents) if path.exists())
         usage = shutil.disk_usage(there)
         return sum(entry.bytes for entry in self.entries), usage.free if usage.total else None
 
     def _check_room(self, target: Path) -> None:
-        """Raises ValueError where the disk is too small; what an interrupted run has written counts as room."""
+        """Raise ValueError if the disk is too small; files of an interrupted run count as free space."""
         size, free = self._room(target)
         whole = resolved(target)
         begun = whole.with_name(f"{whole.name}.partial").rglob("*")
@@ -193,10 +193,10 @@ class Conversion:
             )
 
     def write(self, target: Path, options: Options) -> dict[str, Any]:
-        """Write the target, but for parts of an interrupted run.
+        """Write the target, skipping finished parts of an interrupted run.
 
         Raises:
-            ValueError: the target is taken, its disk is too small, or a source is damaged.
+            ValueError: the target exists, its disk is too small, or a source is damaged.
         """
         for source in self.sources[1:]:
             check_place(target, source)
@@ -221,7 +221,7 @@ def _is_whole(files: Files, record: Any) -> bool:
 
 
 def _odd(names: list[str]) -> dict[str, str]:
-    """What is said of tensors that have numbers which are NaN or infinite; nothing without one."""
+    """Return a message about tensors with NaN or infinite numbers; empty without one."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     says = f"as in the source, some numbers are NaN or infinite in '{names[0]}'{more}" if names else ""
     return {"not finite": f"{says}; megatron-mtp audit names all"} if names else {}
@@ -249,16 +249,16 @@ UNTRAINED: dict[str, Any] = {
     "iteration": 0,
     "content_metadata": {"non_homogeneous_layers": True, "singleton_local_shards": False},
 }
-"""What a converted checkpoint stores beside tensors: no step was taken, and each layer has tensors of its own."""
+"""What a converted checkpoint stores besides tensors: no step was taken, and layers are not stacked."""
 
 
 class CheckpointFiles:
     """Files of a Megatron checkpoint, one for each part.
 
     Args:
-        folder: of the checkpoint.
-        common, objects: what is stored beside tensors (`write_catalogue`), over `UNTRAINED`.
-        iteration: its name in the tracker: a number, or `RELEASE`.
+        folder: folder of the checkpoint.
+        common, objects: what is stored besides tensors (`write_catalogue`), merged over `UNTRAINED`.
+        iteration: name in the tracker: a number, or `RELEASE`.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class CheckpointFiles:
         torch.serialization.set_crc32_options(False)  # torch never checks these sums; making them takes half the time
 
     def write(self, part: int, made: Made) -> list[dict[str, Any]]:
-        """Write a file; its record is that of every chunk."""
+        """Write a file; its record describes every chunk."""
         chunks, name = [], f"__{part}_0.distcp"
         with open(self._inside / name, "wb") as stream:
             for entry, tensor in made:
@@ -290,14 +290,14 @@ class CheckpointFiles:
         return chunks_are_in(self._inside, record)
 
     def finish(self, records: list[Any]) -> None:
-        """Write the catalogue and the tracker."""
+        """Write the metadata and the tracker."""
         chunks = [read_chunk(record) for part in records for record in part]
         write_catalogue(self._inside, chunks, UNTRAINED | self._common, self._objects)
         (self._folder / TRACKER).write_text(self._iteration)
 
 
 def keep_files(source: Path, target: Path) -> None:
-    """Copy the files of Hugging Face and of the tokenizer beside the iterations of a checkpoint, where it has some."""
+    """Copy Hugging Face and tokenizer files to the folder of a checkpoint, if there are any."""
     for name in (HF_FILES, KEPT_TOKENIZER):
         if (source / name).is_dir():
             shutil.copytree(source / name, target / name, dirs_exist_ok=True)
@@ -306,18 +306,18 @@ def keep_files(source: Path, target: Path) -> None:
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 IN_FLIGHT = 2**28
-"""Largest number of bytes of tensors that all workers hold at a time, unless a single group is larger."""
+"""Maximum number of bytes of tensors that all workers hold at a time, unless a single group is larger."""
 
 
 class Budget:
-    """Bounds memory for any number of workers: each group of tensors waits until there is room for it."""
+    """Bounds memory for any number of workers: each group of tensors waits until there is room."""
 
     def __init__(self, room: int = IN_FLIGHT) -> None:
         self._room, self._taken, self._change = room, 0, threading.Condition()
 
     @contextmanager
     def taking(self, amount: int) -> Iterator[None]:
-        """Hold so many bytes of the room, waiting until they are free."""
+        """Reserve this many bytes, waiting until they are free."""
         with self._change:
             self._change.wait_for(lambda: self._taken == 0 or self._taken + amount <= self._room)
             self._taken += amount
@@ -330,7 +330,7 @@ class Budget:
 
 
 Report = Callable[[int], None]
-"""Called by a part for every group of tensors that it has written, with the number of bytes."""
+"""Called by a part with the number of bytes of every group of tensors that it has written."""
 
 
 def run_parts(
@@ -340,13 +340,14 @@ def run_parts(
     quiet: bool,
     is_there: Callable[[Any], bool],
 ) -> list[Any]:
-    """Run all parts, so many workers at a time, and return their records in order; the first exception stops all.
+    """Run all parts with several workers, and return their records in order; the first exception stops all.
 
     Args:
-        partial: the folder that they write to.
-        parts: the size of each part in bytes, and the function that writes it and returns its record in JSON.
-        workers, quiet: of `Options`.
-        is_there: whether the files hold what a record of an interrupted run describes; otherwise the part runs again.
+        partial: temporary folder to write to.
+        parts: size of each part in bytes, and the function that writes it and returns its record as JSON.
+        workers, quiet: as in `Options`.
+        is_there: whether the files contain what a record of an interrupted run describes; otherwise the part runs
+            again.
     """
     total, stop = sum(size for size, _ in parts), threading.Event()
     with progress_bar(total=total, unit="B", unit_scale=True, disable=quiet, desc=partial.target.name) as bar:

@@ -16,9 +16,9 @@ class Tokens:
     """The vocabulary, from the tokenizer and Megatron's arguments.
 
     Attributes:
-        size: number of ids that can occur; None if neither names it.
-        ids: `bos_token_id`, `eos_token_id` and `pad_token_id`, those that exist.
-        folder: folder of the tokenizer; None if unknown.
+        size: number of ids; None if neither specifies it.
+        ids: the existing ones of `bos_token_id`, `eos_token_id` and `pad_token_id`.
+        folder: tokenizer folder; None if unknown.
     """
 
     size: int | None
@@ -27,7 +27,7 @@ class Tokens:
 
     @classmethod
     def of(cls, folder: Path | None, args: Namespace, trust_remote_code: bool = False) -> "Tokens":
-        """Read a folder's tokenizer; without one, the training's arguments. ValueError where it cannot be loaded."""
+        """Read a folder's tokenizer, or else the training's arguments. Raise ValueError if it cannot be loaded."""
         given = getattr(args, "vocab_size", None)
         if folder is None or not has_tokenizer(folder):
             ends = getattr(args, "null_tokenizer_eod_id", None)
@@ -38,7 +38,7 @@ class Tokens:
         return cls(max(entries(tokenizer), given or 0), ids, folder)
 
     def vocabulary(self, reader: DistReader) -> int:
-        """Rows of embedding and head, without Megatron's padding; ValueError where the tokenizer has more."""
+        """Return the rows of embedding and output layer without padding. Raise ValueError if the tokenizer has more."""
         rows = reader.shape(EMBEDDING)[0]
         if self.size is not None and self.size > rows:
             raise ValueError(
@@ -48,7 +48,7 @@ class Tokens:
         return self.size or rows
 
     def generation_config(self) -> dict[str, str]:
-        """`generation_config.json` by its name, so that engines know where texts end; empty if the folder has one."""
+        """Return `generation_config.json` by name, so that engines know the end tokens; empty if the folder has one."""
         if not self.ids or (self.folder is not None and (self.folder / GENERATION_CONFIG).is_file()):
             return {}
         return {GENERATION_CONFIG: json.dumps(self.ids, indent=2) + "\n"}

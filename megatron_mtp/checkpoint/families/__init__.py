@@ -1,12 +1,12 @@
 """The model families that convert, by the `model_type` of their `config.json`.
 
-Each family is a row of a table, which states everything about it; a package outside adds one with an entry point of the
-group `megatron_mtp.families`. Nothing here imports torch before a tensor is moved or a class of transformers asked for
-its defaults, so `--help` lists the families at once.
+Each family is a row of a table that declares everything about it. Other packages add one with an entry point of the
+group `megatron_mtp.families`. torch and transformers' classes are imported only when a tensor is converted or defaults
+are needed, so `--help` lists the families quickly.
 
 rules.py         a rule between tensors of both sides, read in both directions
-family.py        Family, Depths and Layout: what a family states
-naming.py        tensors under wrong names, and what to rename
+family.py        Family, Depths and Layout: the declaration of a family
+naming.py        tensors with wrong names, and how to rename them
 blocks.py        rules of attention, MLPs, experts and MTP layers
 trunk.py         sizes from a config.json; rules around the layers
 trained.py       Megatron's arguments as a config.json: the form of a model that Megatron trained
@@ -14,11 +14,11 @@ flags.py         a config.json as Megatron's flags
 decoder.py       facts of a class as rules and flags
 mla.py           latent attention: DeepSeek, GLM-4.7-Flash, Youtu
 dense.py         dense decoders: MiMo, Llama, Qwen, Mistral, ...
-moe.py           decoders of experts: GLM-4.5, Ling, Qwen3-MoE, ...
-hybrid.py        recurrent layers beside attention: Qwen3-Next, Qwen3.5, Nemotron-H
+moe.py           decoders with experts: GLM-4.5, Ling, Qwen3-MoE, ...
+hybrid.py        recurrent layers combined with attention: Qwen3-Next, Qwen3.5, Nemotron-H
 depths_only.py   trunks that Megatron cannot run, and the MTP layers of some: ERNIE-4.5, EXAONE, Gemma, OLMo, ...
-described.py     families that do not convert: what their folders hold
-inside.py        DSpark drafters inside of a model's folder
+described.py     families that do not convert: contents of their folders
+inside.py        DSpark drafters inside a model's folder
 wrapped.py       models around a text model of a known family
 """
 
@@ -47,7 +47,7 @@ FAMILIES: Registry[Family] = Registry(
 
 
 def family_of(config: HFConfig) -> Family:
-    """The family of a config; of an unknown model around a text model, the text model's.
+    """Return the family of a config; for an unknown model around a text model, the text model's.
 
     Raises:
         ValueError: no family has its `model_type`.
@@ -63,7 +63,7 @@ def family_of(config: HFConfig) -> Family:
 
 
 def _unknown(config: HFConfig) -> str:
-    """Why a model does not convert, the nearest type that does, and what can be done."""
+    """Explain why a model does not convert, the nearest type that does, and what can be done."""
     row, inner = described(config.model_type, config.text_type), InnerDrafter.of(config.keys, ())
     drafts = f", and its '{inner.keys[0]}' is of {inner.says} inside of the model, not of MTP layers" if inner else ""
     audited = "megatron-mtp audit describes the folder"
@@ -78,12 +78,12 @@ def _unknown(config: HFConfig) -> str:
 
 
 def all_families() -> list[Family]:
-    """Every family once: ours, then those of other packages."""
+    """Return every family once: built-in ones, then those of other packages."""
     return list({id(family): family for family in FAMILIES.values()}.values())
 
 
 def trained_forms() -> dict[str, TrainedForm]:
-    """The forms that a trained model can take, by the `model_type` that an export writes."""
+    """Return the forms that a trained model can take, by the `model_type` that an export writes."""
     return {family.model_types[0]: family.trained for family in all_families() if family.trained is not None}
 
 

@@ -1,8 +1,8 @@
-"""Rules of the parts of a model: attention, MLPs, experts, norms, and the frame of a depth.
+"""Rules of the parts of a model: attention, MLPs, experts, norms, and the frame of an MTP layer.
 
-Megatron's keys are those of its `sharded_state_dict`. Transformer Engine fuses some norms into the projections after
-them and names them differently from Megatron's own modules; the second name is an alias, as in `megatron/checkpoint/`.
-Letters in comments: H hidden, E experts, F width of an MLP.
+Megatron's keys are those of its `sharded_state_dict`. Transformer Engine fuses some norms into the following
+projections and names them differently from Megatron's own modules; the second name is an alias, as in
+`megatron/checkpoint/`. Letters in comments: H hidden, E experts, F width of an MLP.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from megatron_mtp.megatron.checkpoint import FUSED_NORM, OWN_NORM, other_key
 
 @dataclass(frozen=True)
 class Place:
-    """The prefixes of one transformer layer on both sides, each with a dot at its end."""
+    """Prefixes of one transformer layer on both sides, each with a trailing dot."""
 
     hf: str
     mcore: str
@@ -128,7 +128,7 @@ QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def gqa_rules(place: Place, a: GQA) -> list[Rule]:
-    """Rules of grouped-query attention, without the norm before it."""
+    """Return rules of grouped-query attention, without the norm before it."""
     hf, mcore = f"{place.hf}{a.attention}.", f"{place.mcore}self_attention."
     rows = (a.heads * a.widths[0] * (2 if a.gated else 1), a.groups * a.widths[1], a.groups * a.widths[2])
     merge = MergeQKV(a.heads, a.groups, a.widths, a.gated)
@@ -156,7 +156,7 @@ def _qkv(hf: str, mcore: str, a: GQA, rows: tuple[int, int, int], merge: MergeQK
 
 
 def mla_rules(place: Place, a: MLA) -> list[Rule]:
-    """Rules of latent attention: down and up projections and their norms; RoPE is interleaved on both sides."""
+    """Return rules of latent attention: down and up projections and their norms; RoPE is interleaved on both sides."""
     hf, mcore = f"{place.hf}self_attn.", f"{place.mcore}self_attention."
     query = a.heads * (a.content + a.position)
     rules = [
@@ -184,7 +184,7 @@ def _latent_norm(name: str, key: str, rank: int) -> Rule:
 
 
 def norm_rules(place: Place, hidden: int, *, mla: bool, moe: bool) -> list[Rule]:
-    """Rules of the norms before attention and before the MLP."""
+    """Return rules of the norms before attention and before the MLP."""
     key = "input_layernorm.weight" if mla else "self_attention.linear_qkv.layer_norm_weight"
     first = rename(f"{place.hf}input_layernorm.weight", f"{place.mcore}{key}", (hidden,))
     key, *aliases = (f"{place.mcore}{norm}weight" for norm in mlp_norm_keys(mla=mla, moe=moe))
@@ -192,7 +192,10 @@ def norm_rules(place: Place, hidden: int, *, mla: bool, moe: bool) -> list[Rule]
 
 
 def mlp_norm_keys(*, mla: bool, moe: bool) -> list[str]:
-    """Megatron's keys of the norm before a GPT's MLP, without `weight`: modules with and without TE may differ."""
+    """Return Megatron's keys of the norm before a GPT's MLP, without `weight`.
+
+    Modules with and without TE may differ.
+    """
     if mla and moe:
         return [OWN_NORM]
     return [OWN_NORM, FUSED_NORM] if mla else [FUSED_NORM, OWN_NORM] if moe else [FUSED_NORM]
@@ -201,7 +204,7 @@ def mlp_norm_keys(*, mla: bool, moe: bool) -> list[str]:
 def mlp_rules(
     hf: str, mcore: str, hidden: int, width: int, bias: bool = False, first: Sequence[str] = ("gate_proj", "up_proj")
 ) -> list[Rule]:
-    """Rules of an MLP; gate and up projection, in this order, are Megatron's `linear_fc1`.
+    """Return rules of an MLP; gate and up projection, in this order, are Megatron's `linear_fc1`.
 
     Args:
         hf, mcore: prefixes of the MLP.
@@ -226,7 +229,7 @@ fused_mlp_rules, plain_mlp_rules = partial(mlp_rules, first=FUSED_GATE), partial
 
 
 def moe_rules(place: Place, m: MoE) -> list[Rule]:
-    """Rules of router, routed experts and shared experts."""
+    """Return rules of router, routed experts and shared experts."""
     hf, mcore = f"{place.hf}{m.module}.", f"{place.mcore}mlp."
     rules = [rename(f"{hf}{m.router}.weight", f"{mcore}router.weight", (m.experts, m.hidden))]
     if m.bias is not None and m.zero_bias:
@@ -245,7 +248,7 @@ def moe_rules(place: Place, m: MoE) -> list[Rule]:
 
 
 def _packed(hf: str, mcore: str, m: MoE) -> list[Rule]:
-    """The experts of a layer in two tensors, [E, 2F, H] with gates first, and [E, H, F]: as Megatron has them."""
+    """Return a layer's experts as two tensors in Megatron's order: [E, 2F, H] with gates first, and [E, H, F]."""
     fc1, fc2 = (m.experts, 2 * m.width, m.hidden), (m.experts, m.hidden, m.width)
     return [
         rename(f"{hf}experts.gate_up_proj", f"{mcore}experts.experts.linear_fc1.weight", fc1),
@@ -254,7 +257,7 @@ def _packed(hf: str, mcore: str, m: MoE) -> list[Rule]:
 
 
 def expert_rules(hf: str, mcore: str, m: MoE) -> list[Rule]:
-    """Rules of single experts, so that only one is in memory: slabs of [E, 2F, H], or [E, F, H], and [E, H, F]."""
+    """Return rules of single experts, so only one is in memory: slabs of [E, 2F, H], or [E, F, H], and [E, H, F]."""
     gate, up, down = m.parts
     names, size = (gate, up) if m.gated else (up,), m.latent or m.hidden
     widths = (m.width,) * len(names)
@@ -274,10 +277,10 @@ def _slab(key: str, index: int, whole: Shape) -> Piece:
 
 
 def split_mlp_rules(place: Place, hidden: int, width: int) -> list[Rule]:
-    """Rules of a dense MLP in a family whose last layers must have experts.
+    """Return rules of a dense MLP in a family whose last layers must have experts.
 
-    A quarter of the MLP is in each of two routed experts, and half in the shared one. Both routed experts are always
-    chosen. The router is zero, so both have the weight 1/2, which the config's scaling factor of 2 makes 1: the parts
+    A quarter of the MLP goes to each of two routed experts, and half to the shared one. Both routed experts are always
+    chosen. The router is zero, so both have the weight 1/2, and the config's scaling factor of 2 makes it 1: the parts
     add up to the MLP.
     """
     hf, mcore = f"{place.hf}mlp.", f"{place.mcore}mlp."
@@ -298,12 +301,15 @@ def split_mlp_rules(place: Place, hidden: int, width: int) -> list[Rule]:
 
 
 def depth_frame(depth: int, hidden: int, names: Sequence[str | None], hidden_first: bool = False) -> list[Rule]:
-    """Rules of a depth's two norms, projection and final norm; Megatron's projection has the embedding half first.
+    """Return rules of an MTP layer's two norms, projection and final norm.
+
+    Megatron's projection has the embedding half first.
 
     Args:
-        depth: index of the depth, from 0.
+        depth: index of the MTP layer, from 0.
         hidden: size of the hidden state.
-        names: HF's modules: norms of embedding and hidden state, projection, final norm; the last is None without one.
+        names: HF's modules: norms of embedding and hidden state, projection, final norm; the last is None if there is
+            none.
         hidden_first: whether HF's projection has the hidden half first.
     """
     shapes = {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden), "final_layernorm": (hidden,)}

@@ -1,9 +1,9 @@
-"""Decoders of the usual kind, each class of transformers as a row of facts: what differs from Llama's layer.
+"""Standard decoders: each transformers class is a row of facts, its differences from Llama's layer.
 
 In:  `Decoder`, the facts of a class, and a model's config.
-Out: the rules of its tensors, and Megatron's flags. What Megatron cannot compute is refused by name.
+Out: the rules of its tensors, and Megatron's flags. What Megatron cannot compute is rejected by name.
 
-A layer is norm, attention, norm, MLP or experts, each of both added to the residual stream. Other layers (norms after
+A layer is norm, attention, norm, MLP or experts, each added to the residual stream. Other layers (norms after
 attention, parallel branches) are in depths_only.py.
 """
 
@@ -79,14 +79,14 @@ class Multipliers:
 
 
 def no_windows(config: HFConfig) -> list[bool]:
-    """Refuse windows where the class has none, or their rule is not known here."""
+    """Reject windows if the class has none, or their rule is unknown here."""
     if config.flag("use_sliding_window") or "sliding_attention" in (config.keys.get("layer_types") or ()):
         raise UntrainableError("sliding windows")
     return []
 
 
 def mlp_bias_refused(config: HFConfig) -> str | None:
-    """Refuse biases of MLPs where the class has those of all projections at most in part."""
+    """Reject MLP biases if the class has them on only some projections."""
     return PARTLY_BIASED if config.flag("mlp_bias") else None
 
 
@@ -96,25 +96,25 @@ class Decoder:
 
     Attributes:
         attention: sizes and names of the attention.
-        zero_bias: whether a folder may have biases of zero of queries, keys and values where Megatron has none.
+        zero_bias: whether a folder may have zero biases of queries, keys and values where Megatron has none.
         embedding: HF's name of the embedding.
         mlp: rules of a dense MLP.
-        mlp_bias: config key of the MLP's biases; None if there are never any. Megatron has biases of all projections,
-            of queries, keys and values alone, or none.
+        mlp_bias: config key of the MLP's biases; None if there are never any. Megatron has biases either on all
+            projections, including queries, keys and values, or on none.
         activation: Megatron's flags of the MLP's activation.
         norms: Megatron's flags of the norms.
-        partial: whether `partial_rotary_factor` rotates a part of each head; other classes ignore the key.
-        interleaved: whether rotary positions turn neighboring channels, not those of both halves.
-        sinks: whether every head has an attention sink (`self_attn.sinks`), whose score is trained.
-        windows: for each layer whether it has a sliding window of `sliding_window` positions; it refuses a config with
-            windows that the class does not have.
-        unplaced: for each layer whether it is without rotary positions.
+        partial: whether `partial_rotary_factor` rotates only part of each head; other classes ignore the key.
+        interleaved: whether RoPE rotates adjacent channels instead of those of both halves.
+        sinks: whether every head has an attention sink (`self_attn.sinks`) with a trained score.
+        windows: function that returns for each layer whether it has a sliding window of `sliding_window` positions;
+            rejects a config with windows that the class does not support.
+        unplaced: function that returns for each layer whether it has no rotary positions.
         experts: routed experts; None if all layers are dense.
-        sparse: for each layer whether it has experts.
-        expert_flags: Megatron's flags of the experts, DeepSeek-V3's if the class has no others.
+        sparse: function that returns for each layer whether it has experts.
+        expert_flags: Megatron's flags of the experts; DeepSeek-V3's by default.
         depths: the MTP layers, whose layers are like those of the trunk; None if the class has none.
-        multipliers: factors of muP; None if the class has none.
-        refused: why Megatron cannot run this model, beside what this file finds; None if nothing else hinders it.
+        multipliers: muP factors; None if the class has none.
+        refused: why Megatron cannot run this model, in addition to what this file checks; None if it can.
     """
 
     attention: Callable[[HFConfig], GQA | MLA]
@@ -137,7 +137,7 @@ class Decoder:
     refused: Callable[[HFConfig], str | None] = lambda config: None
 
     def rules(self, config: HFConfig, layout: Layout) -> list[Rule]:
-        """Rules of all tensors."""
+        """Return rules of all tensors."""
         outer = "language_model." if layout.has("nested") else ""
         model, several = f"{outer}model.", self.experts is not None
         depths = depth_places(self.depths, config, layout, model)
@@ -154,7 +154,7 @@ class Decoder:
         return rules
 
     def flags(self, config: HFConfig, layout: Layout) -> list[str]:
-        """Megatron's flags.
+        """Return Megatron's flags.
 
         Raises:
             UntrainableError: Megatron cannot run the model.
@@ -176,7 +176,10 @@ class Decoder:
         return flags + self._multiplier_flags(config)
 
     def layer(self, config: HFConfig, layout: Layout, place: Place, sparse: bool) -> list[Rule]:
-        """Rules of a layer, of the trunk or of a depth; the experts of a sparse one may be parts of a dense MLP."""
+        """Return rules of a layer, of the trunk or of an MTP layer.
+
+        Experts of a sparse one may be parts of a dense MLP.
+        """
         attention, hidden = self.attention(config), config.integer("hidden_size")
         latent, split = isinstance(attention, MLA), sparse and is_dense(config)
         rules = norm_rules(place, hidden, mla=latent, moe=sparse and not split)
@@ -194,7 +197,7 @@ class Decoder:
         return rules + self.mlp_or_experts(config, layout, place, sparse)
 
     def mlp_or_experts(self, config: HFConfig, layout: Layout, place: Place, sparse: bool) -> list[Rule]:
-        """Rules of a layer's MLP, or of its experts if it is sparse."""
+        """Return rules of a layer's MLP, or of its experts if it is sparse."""
         if sparse and self.experts is not None:
             return moe_rules(place, self.experts(config, layout))
         hidden, width = config.integer("hidden_size"), config.integer("intermediate_size")
@@ -223,14 +226,14 @@ class Decoder:
             raise UntrainableError(IGNORED_PART)
 
     def _window_flags(self, config: HFConfig) -> list[str]:
-        """Flags of sliding windows: transformers counts a query's own position, Megatron those before it."""
+        """Return flags of sliding windows: transformers counts a query's own position, Megatron only earlier ones."""
         if not any(windows := self.windows(config)):
             return []
         before = config.integer("sliding_window") - 1
         return [*pairs({"window-size": f"{before},0"}), *by_layer("window-attn-skip-freq", windows)]
 
     def _multiplier_flags(self, config: HFConfig) -> list[str]:
-        """Flags of muP: Megatron multiplies the scores by sqrt(base) / width, with a base that gives the factor."""
+        """Return flags of muP: Megatron multiplies scores by sqrt(base) / width; the base is chosen for the factor."""
         if self.multipliers is None:
             return []
         factors = self.multipliers(config)
@@ -240,7 +243,7 @@ class Decoder:
 
 
 def _where(flag: str, chosen: list[bool]) -> list[str]:
-    """`by_layer`, if a layer is chosen."""
+    """Return `by_layer`, if a layer is chosen."""
     return by_layer(flag, chosen) if any(chosen) else []
 
 
@@ -254,7 +257,7 @@ def _norm_biases(place: Place, hidden: int, *, moe: bool) -> list[Rule]:
 
 
 def _scaled(rule: Rule, factor: float, layout: Layout) -> Rule:
-    """The rule with the factor in Megatron's tensor, if it is that of a projection into the residual stream."""
+    """Return the rule with the factor in Megatron's tensor, if the rule is a projection into the residual stream."""
     if factor == 1 or not rule.hf[0].name.endswith(ADDED):
         return rule
     original = layout.has(ORIGINAL_WEIGHTS)
@@ -269,12 +272,12 @@ LAYER_NORM = ["--normalization", "LayerNorm"]
 def family_of_decoder(
     title: str, published: str, model_types: tuple[str, ...], decoder: Decoder, **others: Any
 ) -> Family:
-    """A family whose rules, MTP layers and flags are those of its decoder.
+    """Create a family whose rules, MTP layers and flags come from its decoder.
 
     Args:
-        title, published, model_types: as of `Family`.
-        decoder: the facts of the class.
-        others: what else a `Family` has; `features` beside a stored head.
+        title, published, model_types: as in `Family`.
+        decoder: facts of the class.
+        others: other fields of `Family`; `features` in addition to a stored output layer.
     """
     forms = {**STORED_HEAD, **others.pop("features", {})}
     others |= {"features": forms, "depths": decoder.depths, "flags": decoder.flags}

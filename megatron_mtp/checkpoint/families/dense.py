@@ -1,4 +1,4 @@
-"""Dense decoders, each class of transformers as a row; MTP layers are attached where the class has none."""
+"""Dense decoders, one row per transformers class. MTP layers can be attached if the class has none."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
 
 
 def _dense_form(models: str, architecture: str, fits: Callable[[Namespace], bool]) -> TrainedForm:
-    """The form of a dense model without MTP layers, if `fits` holds for Megatron's arguments as well."""
+    """Return the form of a dense model without MTP layers, if `fits` also holds for Megatron's arguments."""
     return TrainedForm(
         models=f"dense without MTP layers{models}",
         engines=("transformers", "vLLM", "SGLang"),
@@ -63,7 +63,7 @@ _three_windows = partial(windows_by_type, lambda index: bool(index % 4))
 
 
 def _unplaced(config: HFConfig) -> list[bool]:
-    """SmolLM3 leaves out the positions of every fourth layer, unless `no_rope_layers` has a 1 or 0 for each.
+    """Return layers without positions: SmolLM3 has every fourth, unless `no_rope_layers` has a 1 or 0 for each.
 
     Raises:
         ValueError: `no_rope_layers` is something else.
@@ -93,7 +93,7 @@ def _multipliers(config: HFConfig) -> Multipliers:
 
 
 def _bases(config: HFConfig) -> list[Any]:
-    """The rotary base of every layer, 0 for a layer without positions; empty without the key.
+    """Return the rotary base of every layer, 0 for a layer without positions; empty without the key.
 
     Raises:
         ValueError: `layer_rope_theta` is not a list of a number for each layer.

@@ -1,7 +1,8 @@
 """Families with MTP layers whose trunk Megatron cannot run: all of their layers are carried.
 
-Embedding, final norm, head and the parts around the MTP layers' own layers have rules, by which MTP layers are counted
-and copies of embedding and head are known. All else is stored unchanged: nobody can train it here.
+Embedding, final norm, output layer and the parts around the MTP layers' own layers have rules, which are needed to
+count MTP layers and to identify copies of embedding and output layer. Everything else is stored unchanged, because it
+cannot be trained here.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ NUMBERED = r"model\.(?:language_model\.)?layers\.(\d+)\."
 
 
 def _rules(depths: Depths, config: HFConfig, layout: Layout) -> list[Rule]:
-    """Rules around the layers of the trunk and of the MTP layers."""
+    """Return rules outside the layers of the trunk and of the MTP layers."""
     places = depth_places(depths, config, layout)
     around = (rule for rules in depth_frames(depths, config, places) for rule in rules)
     return [*frame(config, layout, copies=places), *around]
@@ -38,7 +39,7 @@ def _family(
     carried: Sequence[str] = WHOLE,
     **others: Any,
 ) -> Family:
-    """A family whose layers are carried; `carried` are patterns of what has no rule, `others` as of `Family`."""
+    """Create a family whose layers are carried; `carried` are patterns without a rule, `others` as in `Family`."""
     rules = partial(_rules, depths)
     return Family(
         title, published, model_types, rules, depths=depths, carried=tuple(carried), untrainable=reason, **others

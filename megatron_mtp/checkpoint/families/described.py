@@ -1,7 +1,7 @@
-"""Families with modules that draft whose folders do not convert: what the folders hold, for audits and refusals.
+"""Families with draft modules whose folders do not convert: contents of the folders, for audits and error messages.
 
-Nobody can train them here, so they have no rules. What is stated is enough to count the MTP layers, to find a lost
-head, and to say how the parts belong together. Sources: the classes of transformers, vLLM and SGLang.
+They cannot be trained here, so they have no rules. The descriptions suffice to count the MTP layers, to find missing
+ones, and to explain how the parts belong together. Sources: the classes of transformers, vLLM and SGLang.
 """
 
 import re
@@ -47,7 +47,7 @@ class Described:
     published: int = field(default=0)
 
     def depths(self, names: Iterable[str], layers: int | None) -> dict[int, list[str]]:
-        """The tensors of every depth, behind so many layers of the trunk."""
+        """Return the tensors of every MTP layer, after this many trunk layers."""
         found: dict[int, list[str]] = defaultdict(list)
         for name in names:
             if self.at is not None and (match := re.search(self.at, name)):
@@ -58,7 +58,7 @@ class Described:
         return dict(sorted(found.items()))
 
     def lost(self, names: Iterable[str], layers: int | None) -> list[str]:
-        """What the MTP layers lack around their layers: names of weights."""
+        """Return names of weights that the MTP layers lack around their layers."""
         held = {*names}
         lost = []
         for own in self.depths(held, layers).values():
@@ -70,7 +70,7 @@ class Described:
 
 
 def _numbered(title: str, types: str, reason: str, frame: tuple[str, ...] = DEEPSEEK, **others: object) -> Described:
-    """A family with DeepSeek's names."""
+    """Create a family with DeepSeek's names."""
     return Described(title, tuple(types.split()), reason, frame=frame, **others)  # type: ignore[arg-type]
 
 
@@ -136,6 +136,6 @@ DESCRIBED: tuple[Described, ...] = (
 
 
 def described(*model_types: str | None) -> Described | None:
-    """The first of these types that is described; None without one."""
+    """Return the first of these types that is described; None if none is."""
     rows = {model_type: row for row in DESCRIBED for model_type in row.model_types}
     return next((rows[one] for one in model_types if one in rows), None)

@@ -1,11 +1,11 @@
-"""Facts of a family: names, rules, MTP layers, defaults, and what Megatron and engines do with it.
+"""Facts of a family: names, rules, MTP layers, defaults, and support by Megatron and engines.
 
 In:  a `config.json` and the names of a folder's tensors.
-Out: a `Layout` (what the tensors decide) and the rules between both sides.
+Out: a `Layout` (what the tensors determine) and the rules between both sides.
 
-Everything that other rooms need to know about a family is a field here. The judge of conversions
-(`checkpoint/verify/reference_forms.py`) has its own description of each family on purpose: a fault in a rule must not
-be in both.
+Everything that other code needs to know about a family is a field here. The verification of conversions
+(`checkpoint/verify/reference_forms.py`) deliberately has its own description of each family, so that a fault in a rule
+is not in both.
 """
 
 import re
@@ -27,22 +27,22 @@ CARRIED = "carried."
 """Prefix of Megatron keys for tensors that Megatron has no module for, such as vision towers."""
 TRUNK_ALONE = "megatron-mtp convert hf-to-mcore --trunk-only"
 OF_A_HEAD = re.compile(r"(^|\.)mtp(_\w+)?\.")
-"""Tensors of MTP layers, or of another module that drafts, by what published names have in common."""
+"""Name patterns common to published MTP layers and other draft modules."""
 STORED_HEAD = {"head": r"(^|\.)lm_head\.weight$"}
-"""Most folders do not store a tied head, but some do."""
+"""Most folders do not store a tied output layer, but some do."""
 COPIES = {
     "embedding copies": r"layers\.\d+\.embed_tokens\.weight$",
     "head copies": r"layers\.\d+\.shared_head\.head\.weight$",
 }
-"""DeepSeek's folders repeat embedding and head in every depth; other folders do not."""
+"""DeepSeek's folders repeat embedding and output layer in every MTP layer; other folders do not."""
 PACKED = {"packed experts": r"mlp\.experts\.gate_up_proj$"}
 NESTED = {"nested": r"^language_model\.model\."}
-"""Kimi-K2.5 keeps the text model beside a vision tower."""
+"""Kimi-K2.5 stores the text model next to a vision tower."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Facts that a config leaves open and the tensors of a folder decide.
+    """Facts that a config does not determine but the tensors of a folder do.
 
     Attributes:
         depths: number of MTP layers in the folder.
@@ -55,7 +55,7 @@ class Layout:
     carried: tuple[str, ...] = ()
 
     def has(self, feature: str) -> bool:
-        """True if the folder uses this form."""
+        """Return whether the folder uses this form."""
         return feature in self.features
 
 
@@ -107,16 +107,16 @@ class Depths:
 
     @property
     def fed(self) -> tuple[str, str]:
-        """Whether the first depth and later ones get the hidden state before or after the final norm."""
+        """Whether the first and the later MTP layers get the hidden state before or after the final norm."""
         side = "before" if self.before_norm else "after"
         return side, side
 
     def configured(self, config: HFConfig) -> int | None:
-        """The number of MTP layers in the config; None if no key holds one."""
+        """Return the number of MTP layers in the config; None if no key has one."""
         return config.integer(*self.keys, least=0) if any(config.has(key) for key in self.keys) else None
 
     def depth_of(self, config: HFConfig, name: str) -> int | None:
-        """Depth (from 0) of a carried tensor; None for one of the trunk."""
+        """Return the depth (from 0) of a carried tensor; None for one of the trunk."""
         match = None if self.carried is None else re.match(self.carried, name)
         if match is None:
             return None
@@ -124,11 +124,11 @@ class Depths:
         return depth if depth >= 0 else None
 
     def is_never_quantized(self, module: str) -> bool:
-        """True if engines never quantize this module."""
+        """Return whether engines never quantize this module."""
         return self.never_quantized is not None and re.fullmatch(self.never_quantized, module) is not None
 
     def in_vllm(self, config: HFConfig, depths: int, module: str) -> str:
-        """The name of a module in vLLM, given the number of MTP layers: mostly the folder's own."""
+        """Return vLLM's name of a module, given the number of MTP layers: usually the folder's own."""
         if not self.served:
             return module
         # vLLM counts a layer of LongCat, which has two attentions, as two
@@ -141,13 +141,13 @@ class Depths:
         return module
 
     def stored(self, names: Iterable[str]) -> int:
-        """The number of MTP layers among these tensor names."""
+        """Return the number of MTP layers among these tensor names."""
         pattern = re.compile(self.pattern)
         return len({match.group(1) for name in names if (match := pattern.search(name))})
 
 
 EITHER_COUNT = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Config keys of the number of MTP layers where transformers' class has an alias for DeepSeek's."""
+"""Config keys for the number of MTP layers if transformers' class has an alias for DeepSeek's key."""
 ONE_DEPTH = Depths(
     r"^mtp\.(fc)\.weight$",
     "mtp.layers.0.",
@@ -155,17 +155,18 @@ ONE_DEPTH = Depths(
     default=None,
     limit=1,
 )
-"""The one depth of Qwen's models, and of EXAONE's."""
+"""The single MTP layer of Qwen's models, and of EXAONE's."""
 ATTACHED = Depths(
     r"^mtp\.layers\.(\d+)\.eh_proj\.weight$", "mtp.layers.{k}.", ("enorm", "hnorm", "eh_proj", "final_layernorm")
 )
-"""MTP layers that `attach-mtp` made inside of a larger model whose text model's family has no names for any: each is a
-layer like the trunk's. transformers ignores these tensors, and they convert back."""
+"""MTP layers that `attach-mtp` added to a larger model whose text model's family has no names for them: each is a layer
+like the trunk's. transformers ignores these tensors, and they convert back.
+"""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One way in which published models name and arrange their tensors.
+    """How a group of published models names and arranges its tensors.
 
     Attributes:
         title: the family's name in messages and tables.
@@ -209,14 +210,15 @@ class Family:
             raise ValueError(f"the family {self.title} names no model_type; give one or more.")
 
     def complete(self, config: HFConfig) -> HFConfig:
-        """The config with values for the keys that it leaves out: the family's, then those of the class."""
+        """Fill in missing config keys: the family's values, then those of the class."""
         return config.with_defaults({**class_defaults(self.config_class or self.model_types[0]), **self.defaults})
 
     def layout(self, config: HFConfig, names: Iterable[str]) -> Layout:
-        """The layout of a folder with these tensor names.
+        """Return the layout of a folder with these tensor names.
 
         Raises:
-            ValueError: the config names another number of MTP layers than the folder or the family can hold.
+            ValueError: the config specifies a different number of MTP layers than the folder has or the family
+                supports.
         """
         names = list(names)
         features = {name for name, pattern in self.features.items() if _any_matches(pattern, names)}
@@ -226,11 +228,11 @@ class Family:
         return replace(layout, carried=tuple(sorted({*self._carried(config, layout, names)} | drafter)))
 
     def all_rules(self, config: HFConfig, layout: Layout) -> list[Rule]:
-        """Rules for all tensors: those of the text model, and the carried ones."""
+        """Return rules for all tensors: those of the text model, and the carried ones."""
         return self.rules(config, layout) + [rename(name, f"{CARRIED}{name}", None) for name in layout.carried]
 
     def misnamed(self, config: HFConfig, names: Iterable[str]) -> dict[str, str]:
-        """Tensors that other software finds by no name of this family, each with its right name (`naming.py`).
+        """Return tensors with names that other software does not look for, each with the correct name (`naming.py`).
 
         MTP layers are looked for even if the config counts none. ValueError where the rules do not fit the config.
         """
@@ -238,7 +240,7 @@ class Family:
         return misnamed(names, self._named(config, [unwrapped(name) for name in names], with_depths=True))
 
     def of_depths(self, config: HFConfig, names: Iterable[str]) -> frozenset[str]:
-        """The tensors of MTP layers among these names, be the layers whole or not, or of an unknown form."""
+        """Return the tensors of MTP layers among these names, whether complete, incomplete or of unknown form."""
         names = {*names}
         of_trunk, all_named = (self._named(config, names, with_depths) for with_depths in (False, True))
         found = names & all_named | {name for name in names if OF_A_HEAD.search(name)}
@@ -247,7 +249,7 @@ class Family:
         return frozenset(found - of_trunk)
 
     def _named(self, config: HFConfig, names: Collection[str], with_depths: bool) -> set[str]:
-        """Names that the rules give to a folder in the form of `names`, for as many MTP layers as can be."""
+        """Return tensor names that the rules give in the form of `names`, for the largest number of MTP layers."""
         features = {name for name, pattern in self.features.items() if _any_matches(pattern, names)}
         most = 0
         if self.depths is not None and with_depths:
@@ -294,12 +296,12 @@ DEFAULTS = (
     "sliding_window ssm_state_size swiglu_alpha swiglu_limit tie_word_embeddings time_step_limit topk_group "
     "use_conv_bias use_qk_norm"
 ).split()
-"""Keys whose default is that of the class; sizes that tell models apart are not among them, and must be in a config."""
+"""Keys with the class's default; sizes that distinguish models are not among them and must be in a config."""
 
 
 @cache
 def class_defaults(model_type: str) -> Mapping[str, Any]:
-    """Defaults of a transformers class for absent keys; empty if there is no such class."""
+    """Return a transformers class's defaults for missing keys; empty if there is no such class."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
@@ -310,13 +312,13 @@ def class_defaults(model_type: str) -> Mapping[str, Any]:
 
 
 def class_tensors(folder: Path) -> dict[str, Shape]:
-    """Names and shapes of what transformers' class for a folder would save; empty if there is no class for the config.
+    """Return names and shapes of what transformers' class for a folder would save; empty if there is no class.
 
-    Trunks that Megatron cannot run are carried by name, and no rule says which tensors they have; their class does.
-    LongCat's experts that return their input have no tensors in published folders, although the class reserves rows.
+    Trunks that Megatron cannot run are carried by name, and no rule determines which tensors they have; their class
+    does. LongCat's identity experts have no tensors in published folders, although the class reserves rows.
 
     Args:
-        folder: a folder with a `config.json`; its tensors are not read, and no code of it is run.
+        folder: folder with a `config.json`; its tensors are not read, and none of its code is run.
     """
     import torch
     import transformers
@@ -345,13 +347,13 @@ def class_tensors(folder: Path) -> dict[str, Shape]:
 
 
 TEXT_INSIDE = {"step3p5": "step3p7"}
-"""Text models that transformers has no class for but as the text part of another type."""
+"""Text models for which transformers has a class only as the text part of another type."""
 _OF_TEXT = re.compile(r"(model\.language_model|lm_head)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def class_keys(folder: Path) -> dict[str, Any]:
-    """Keys of a folder's config with the defaults of transformers' class; without such a class, those of the file."""
+    """Return the keys of a folder's config with the defaults of transformers' class, or only those of the file."""
     try:
         keys: dict[str, Any] = _class_config(folder).to_dict()
     except Exception:  # transformers raises many kinds of errors for a config that it does not know
@@ -377,7 +379,7 @@ NAMES_ALONE = (
 
 
 def computing(keys: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The keys of a config that may change the logits of text, nested ones as `outer.inner`."""
+    """Return the config keys that may change the logits of text, nested ones as `outer.inner`."""
     found: dict[str, Any] = {}
     for name, value in keys.items():
         if name in NAMES_ALONE:

@@ -1,7 +1,7 @@
 """Megatron's flags for a model, from its config; `--use-checkpoint-args` restores them.
 
 If Megatron cannot compute something in the config, these functions raise `UntrainableError`: the model converts, but
-does not train.
+cannot be trained.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from megatron_mtp.spec.rope_scaling import SCALINGS, Scaling, number, positive
 
 
 class UntrainableError(ValueError):
-    """Megatron can run the family, but not this model; the message names the reason."""
+    """Megatron supports the family but not this model; the message gives the reason."""
 
 
 PARTLY_BIASED = "biases of the output projection or the MLP, which Megatron has only together with all others"
@@ -24,7 +24,10 @@ IGNORED_PART = "a 'partial_rotary_factor', which transformers ignores in this fa
 
 
 def hybrid_flags(config: HFConfig, pattern: str, attention: GQA) -> list[str]:
-    """Flags of a hybrid model without activation and positions; the pattern names the layers of trunk and MTP."""
+    """Return flags of a hybrid model without activation and positions.
+
+    The pattern names the layers of trunk and MTP.
+    """
     trunk, *depths = pattern.split("/")
     width = config.integer("intermediate_size", "moe_intermediate_size")
     return [
@@ -33,7 +36,7 @@ def hybrid_flags(config: HFConfig, pattern: str, attention: GQA) -> list[str]:
 
 
 def swiglu_flags(config: HFConfig) -> list[str]:
-    """Flags of a gated MLP."""
+    """Return flags of a gated MLP."""
     activation = config.keys.get("hidden_act", "silu")
     if activation != "silu":
         raise UntrainableError(f"the activation '{activation!s:.40}'")
@@ -41,7 +44,7 @@ def swiglu_flags(config: HFConfig) -> list[str]:
 
 
 def squared_relu_flags(config: HFConfig) -> list[str]:
-    """Flags of an MLP without a gate, whose activation is the square of ReLU."""
+    """Return flags of an MLP without a gate, with squared ReLU."""
     activation = config.keys.get("hidden_act", "relu2")
     if activation != "relu2":
         raise UntrainableError(f"the activation '{activation!s:.40}'")
@@ -50,14 +53,14 @@ def squared_relu_flags(config: HFConfig) -> list[str]:
 
 RMS_NORM = ("--normalization", "RMSNorm")
 PLAIN = (*RMS_NORM, "--disable-bias-linear")
-"""RMSNorm, and no biases."""
+"""RMSNorm without biases."""
 
 
 def size_flags(config: HFConfig, depths: int, count: int, width: int, norms: Sequence[str] = PLAIN) -> list[str]:
-    """Flags for sizes, norms and biases of so many MTP layers and trunk layers, with MLPs of this width.
+    """Return flags for sizes, norms and biases with these numbers of MTP and trunk layers and this MLP width.
 
     Raises:
-        UntrainableError: Megatron cannot run the model; so in all functions of this file.
+        UntrainableError: Megatron cannot run the model; the same in all functions of this file.
     """
     longest = config.integer("max_position_embeddings")
     vocabulary = config.integer("vocab_size")
@@ -79,7 +82,7 @@ EPSILON = ("rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "layer_nor
 
 
 def latent_flags(config: HFConfig) -> list[str]:
-    """Flags of multi-head latent attention."""
+    """Return flags of multi-head latent attention."""
     attention = latent_attention(config)
     if not config.flag("rope_interleave"):
         raise UntrainableError("RoPE in halves; Megatron's latent attention has it interleaved")
@@ -98,18 +101,18 @@ def latent_flags(config: HFConfig) -> list[str]:
 
 
 def gqa_flags(attention: GQA) -> list[str]:
-    """Flags of grouped-query attention, without positions."""
+    """Return flags of grouped-query attention, without positions."""
     flags = pairs({"num-query-groups": attention.groups, "kv-channels": attention.widths[0]})
     flags.append("--group-query-attention")
     return flags + ["--add-qkv-bias"] * attention.bias + ["--qk-layernorm"] * attention.norms
 
 
 def rope_flags(config: HFConfig, interleaved: bool = False) -> list[str]:
-    """Flags of rotary positions in a part of every head or all of it, with the scalings that Megatron computes.
+    """Return flags of rotary positions in part or all of each head, with the scalings that Megatron computes.
 
     Args:
-        config: the model's config.
-        interleaved: whether neighboring channels are turned, not those of both halves.
+        config: config of the model.
+        interleaved: whether adjacent channels are rotated instead of those of both halves.
     """
     rope, part = _rope(config), rotated_part(config)
     scaling = _scaling(rope)
@@ -123,11 +126,14 @@ UNSCALED = {
     "longrope": "LongRoPE, in which every angle changes once a text is longer than the original context",
     "dynamic": "the rotary scaling 'dynamic', in which every angle changes with the length of the text",
 }
-"""Reasons for scalings that Megatron does not compute, beside the name."""
+"""Why Megatron does not compute a scaling, in addition to its name."""
 
 
 def _latent_rope_flags(config: HFConfig) -> list[str]:
-    """Flags of rotary positions in latent attention; `add_yarn_arguments` adds those that Megatron's parser lacks."""
+    """Return flags of rotary positions in latent attention.
+
+    `add_yarn_arguments` adds flags that Megatron's parser lacks.
+    """
     rope = _rope(config)
     scaling, base = _scaling(rope), _base(rope)
     if rotated_part(config) != 1:
@@ -157,7 +163,7 @@ def _scaling_flags(scaling: Scaling, rope: dict[str, Any], is_latent: bool) -> l
 
 @contextmanager
 def _untrainable() -> Iterator[None]:
-    """Rotary settings that Megatron does not compute."""
+    """Return rotary settings that Megatron does not compute."""
     try:
         yield
     except ValueError as error:
@@ -172,7 +178,7 @@ def _rope(config: HFConfig) -> dict[str, Any]:
 
 
 def rotated_part(config: HFConfig) -> float:
-    """The rotated part of a head, from 0 to 1."""
+    """Return the rotated fraction of a head, from 0 to 1."""
     rope = config.rope
     with _untrainable():
         part = float(positive(rope, "partial_rotary_factor", 1.0))
@@ -190,7 +196,7 @@ def _base(rope: dict[str, Any]) -> int:
 
 
 def expert_flags(config: HFConfig) -> list[str]:
-    """Flags of experts with DeepSeek-V3's router.
+    """Return flags of experts with DeepSeek-V3's router.
 
     The router has sigmoid scores, a correction bias for the choice, groups of experts, and normalized, scaled weights.
     """
@@ -198,7 +204,7 @@ def expert_flags(config: HFConfig) -> list[str]:
 
 
 def shared_flags(config: HFConfig) -> list[str]:
-    """Flags of shared experts, if there are some."""
+    """Return flags of shared experts, if there are any."""
     shared = config.integer("n_shared_experts", "num_shared_experts", default=0, least=0)
     if not shared:
         return []
@@ -206,12 +212,12 @@ def shared_flags(config: HFConfig) -> list[str]:
 
 
 def by_layer(flag: str, chosen: list[bool]) -> list[str]:
-    """A flag with 1 for every chosen layer and 0 for the others."""
+    """Return a flag with 1 for every chosen layer and 0 for the others."""
     return pairs({flag: f"[{','.join(str(int(one)) for one in chosen)}]"})
 
 
 def routed_flags(config: HFConfig) -> list[str]:
-    """Flags of routed experts with DeepSeek-V3's router."""
+    """Return flags of routed experts with DeepSeek-V3's router."""
     experts, chosen = config.integer("n_routed_experts", "num_experts"), config.integer("num_experts_per_tok")
     _check_router(config)
     if config.flag("norm_topk_prob") == (chosen == 1):
@@ -228,13 +234,16 @@ def routed_flags(config: HFConfig) -> list[str]:
 
 
 def softmax_expert_flags(config: HFConfig) -> list[str]:
-    """Flags of experts with a softmax router, and a shared one with a gate."""
+    """Return flags of experts with a softmax router and a gated shared expert."""
     shared = {"moe-shared-expert-intermediate-size": config.integer("shared_expert_intermediate_size")}
     return [*softmax_router_flags(config, config.flag("norm_topk_prob")), *pairs(shared), "--moe-shared-expert-gate"]
 
 
 def softmax_router_flags(config: HFConfig, normed: bool) -> list[str]:
-    """Flags of routed experts with a softmax router; `normed` if the weights of the chosen experts add up to 1."""
+    """Return flags of routed experts with a softmax router.
+
+    `normed` if the weights of the chosen experts add up to 1.
+    """
     chosen = config.integer("num_experts_per_tok")
     if normed and chosen == 1:
         raise UntrainableError("router weights that are normed over one expert")
@@ -255,7 +264,7 @@ def _check_router(config: HFConfig) -> None:
 
 
 def _group_flags(config: HFConfig, experts: int, chosen: int) -> list[str]:
-    """Flags of a choice among groups of experts.
+    """Return flags of group-limited expert routing.
 
     transformers scores a group by the sum of its two best experts, Megatron by its `chosen // some` best.
     """
@@ -273,5 +282,5 @@ def _group_flags(config: HFConfig, experts: int, chosen: int) -> list[str]:
 
 
 def pairs(values: Mapping[str, object]) -> list[str]:
-    """Flags and their values as command-line arguments."""
+    """Convert flags and values to command-line arguments."""
     return [argument for name, value in values.items() for argument in (f"--{name}", str(value))]

@@ -1,16 +1,16 @@
-"""Hybrid trunks: Qwen3-Next and Qwen3.5 of Gated DeltaNet, Nemotron-H of Mamba-2, both with attention between.
+"""Hybrid trunks: Qwen3-Next and Qwen3.5 with Gated DeltaNet, Nemotron-H with Mamba-2, both combined with attention.
 
-Megatron's checkpoints hold the rows of a fused projection and of a convolution apart by what they make, in the order of
-heads, so that any number of tensor-parallel ranks can take their heads.
-Letters in comments: K key heads, V value heads, P channels of a head.
+Megatron's checkpoints store the rows of a fused projection and of a convolution separately by purpose, in the order of
+heads, so that any number of tensor-parallel ranks can take their heads. Letters in comments: K key heads, V value
+heads, P channels of a head.
 
-Qwen: a layer of the folder is two of Megatron's hybrid trunk: G or *, then E or -. All norms are zero-centered (1 + w)
-in Megatron, and all in the folder except those behind the delta rule. The one depth has gated attention.
+Qwen: a layer of the folder corresponds to two layers of Megatron's hybrid trunk: G or *, then E or -. All norms are
+zero-centered (1 + w) in Megatron, and all in the folder except those after the delta rule. The single MTP layer has
+gated attention.
 
-Nemotron: each layer is Mamba-2, attention, an MLP or experts; a depth has several such layers. Activations are squared
-ReLUs without gates, and there are no positions. The published code and vLLM have no limits of time steps, and so has
-Megatron; transformers' own class ignores `time_step_limit` and takes `time_step_min` as a limit
-(huggingface/transformers#48989).
+Nemotron: each layer is Mamba-2, attention, an MLP or experts; an MTP layer has several such layers. Activations are
+squared ReLUs without gates, and there are no positions. The published code, vLLM and Megatron do not limit time steps;
+transformers' own class ignores `time_step_limit` and uses `time_step_min` as a limit (huggingface/transformers#48989).
 """
 
 import math
@@ -47,7 +47,7 @@ from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
 
 
 def delta_rules(place: Place, config: HFConfig, layout: Layout) -> list[Rule]:
-    """Rules of Gated DeltaNet (arXiv:2412.06464) and of the norm before it, which Megatron's projection holds."""
+    """Return rules of Gated DeltaNet (arXiv:2412.06464) and of the norm before it, part of Megatron's projection."""
     hf, mcore, hidden = f"{place.hf}linear_attn.", f"{place.mcore}self_attention.", config.integer("hidden_size")
     heads, width = config.integer("linear_num_value_heads"), config.integer("linear_value_head_dim")
     rows, kernel = _delta_rows(config), config.integer("linear_conv_kernel_dim")
@@ -65,7 +65,7 @@ def delta_rules(place: Place, config: HFConfig, layout: Layout) -> list[Rule]:
 
 
 def _delta_rows(config: HFConfig) -> dict[str, int]:
-    """Rows of the projection by what they make, under Megatron's names and in its order; queries are like keys."""
+    """Return rows of the projection by their output, under Megatron's names and in its order; queries are like keys."""
     keys, values = (config.integer(f"linear_num_{kind}_heads") for kind in ("key", "value"))
     if values % keys:
         raise ConfigError(
@@ -76,7 +76,7 @@ def _delta_rows(config: HFConfig) -> dict[str, int]:
 
 
 def _grouped(hf: str, mcore: str, rows: dict[str, int], config: HFConfig) -> list[Rule]:
-    """A key head's query, key, values and gates, then those of the next; and so its values' betas and alphas."""
+    """Order a key head's query, key, values and gates before the next head's; likewise its values' betas and alphas."""
     keys, hidden, rules = config.integer("linear_num_key_heads"), config.integer("hidden_size"), []
     for name, parts in {"in_proj_qkvz": ("query", "key", "value", "z"), "in_proj_ba": ("beta", "alpha")}.items():
         whole = {part: rows[part] for part in parts}
@@ -95,7 +95,7 @@ def _by_kind(hf: str, mcore: str, rows: dict[str, int], config: HFConfig) -> lis
 
 
 def mamba_rules(place: Place, config: HFConfig) -> list[Rule]:
-    """Rules of Mamba-2 (arXiv:2405.21060) without the norm before it, under the same names on both sides."""
+    """Return rules of Mamba-2 (arXiv:2405.21060) without the norm before it, with the same names on both sides."""
     if config.flag("use_bias") or config.flag("mamba_proj_bias") or not config.flag("use_conv_bias"):
         raise ValueError(
             f"{config.source}: Megatron's Mamba-2 has a bias in its convolution and none in its projections, so "
@@ -120,13 +120,13 @@ def mamba_rules(place: Place, config: HFConfig) -> list[Rule]:
 
 
 def _split(hf: str, mcore: str, rows: dict[str, int], rest: Shape, how: Map | None = None) -> Rule:
-    """Cut an HF tensor into Megatron's; the parts follow each other in HF unless `how` says otherwise."""
+    """Cut an HF tensor into Megatron's; the parts are consecutive in HF unless `how` says otherwise."""
     pieces = tuple(Piece(f"{mcore}{part}", (count, *rest)) for part, count in rows.items())
     return Rule((HFTensor(hf, (sum(rows.values()), *rest)),), pieces, how or Split(tuple(rows.values())))
 
 
 def _delta_norm(hf: str, mcore: str, width: int, original: bool) -> Rule:
-    """Megatron's norm behind the delta rule is zero-centered as all others of the model are; HF's is not."""
+    """Convert the norm after the delta rule: Megatron's is zero-centered like the model's other norms; HF's is not."""
     kept = [Piece(f"{ORIGINAL}{hf}", (width,))] * original
     return Rule((HFTensor(hf, (width,)),), (*kept, Piece(mcore, (width,), wide=True)), Computed(original, minus=1))
 
@@ -150,7 +150,7 @@ def _qwen_rules(config: HFConfig, layout: Layout) -> list[Rule]:
 
 
 def _qwen_layer(config: HFConfig, layout: Layout, kinds: str, places: list[Place], packed: bool) -> list[Rule]:
-    """Rules of a layer of the folder, which is two layers in Megatron, of these kinds at these places."""
+    """Return rules of one layer of the folder, which is two layers in Megatron, of these kinds and indices."""
     first, second = places
     channels = _qwen_channel_rules(config, layout, kinds[1], second, packed)
     if kinds[0] == "G":
@@ -176,7 +176,7 @@ _qwen_attention = partial(llama_attention, norms=True, gated=True)
 
 
 def _qwen_trunk(config: HFConfig) -> list[str]:
-    """Megatron's two symbols of every layer."""
+    """Return Megatron's two symbols of every layer."""
     count = layers(config)
     interval = config.integer("full_attention_interval", default=4)
     usual = ["linear_attention" if number % interval else "full_attention" for number in range(1, count + 1)]
@@ -186,7 +186,7 @@ def _qwen_trunk(config: HFConfig) -> list[str]:
 
 
 def _qwen_depth(config: HFConfig) -> str:
-    """Megatron's symbols of the depth; engines give it the MLP or the experts that the first layer would have."""
+    """Return Megatron's symbols of the depth; engines give it the MLP or experts that the first layer would have."""
     return f"*{_qwen_channels(config, 0)}"
 
 
@@ -212,7 +212,7 @@ def _qwen_flags(config: HFConfig, layout: Layout) -> list[str]:
 
 
 KINDS = {**{"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*"}, **{"mlp": "-", "moe": "E"}}
-"""Megatron's symbols of a layer's kinds, which older folders and the published patterns use as well."""
+"""Megatron's symbols for kinds of layers, which older folders and published patterns also use."""
 NORMS = {
     "M": "mixer.in_proj.layer_norm_weight",
     "*": "self_attention.linear_qkv.layer_norm_weight",
@@ -220,7 +220,8 @@ NORMS = {
     "E": "pre_mlp_layernorm.weight",
 }
 USUAL = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "conv_kernel": 4, "layer_norm_epsilon": 1e-5}
-"""What Megatron has in these layers, whatever the flags; `layer_norm_epsilon` that of the norm inside Mamba-2."""
+"""Megatron's fixed settings of these layers, whatever the flags; `layer_norm_epsilon` is for the norm inside Mamba-2.
+"""
 
 
 NEMOTRON_DEPTHS = Depths(
@@ -229,7 +230,7 @@ NEMOTRON_DEPTHS = Depths(
 
 
 def puzzle_rules(config: HFConfig, layout: Layout) -> list[Rule]:
-    """Rules around the layers, of trunk and MTP layers."""
+    """Return rules of everything around the layers, for trunk and MTP layers."""
     around = (_around(config, depth) for depth in range(layout.depths))
     return [*_nemotron_frame(config, layout), *(rule for rules in around for rule in rules)]
 
@@ -239,7 +240,7 @@ def _nemotron_frame(config: HFConfig, layout: Layout) -> list[Rule]:
 
 
 def _around(config: HFConfig, depth: int) -> list[Rule]:
-    """Rules of a depth's parts around its row of layers, which are on the first and on the last."""
+    """Return rules of a depth's parts outside its layers, which are stored on the first and the last layer."""
     row = len(_nemotron_row(config))
     first, last = f"mtp.layers.{depth * row}.", f"mtp.layers.{(depth + 1) * row - 1}."
     names = (f"{first}enorm", f"{first}hnorm", f"{first}eh_proj", f"{last}final_layernorm")
@@ -275,23 +276,23 @@ def _nemotron_layer(config: HFConfig, layout: Layout, kind: str, place: Place) -
 
 
 def _nemotron_latent(config: HFConfig) -> int | None:
-    """Size of the latent between hidden state and experts; None without one."""
+    """Return the size of the latent between hidden state and experts; None without one."""
     return config.integer("moe_latent_size") if config.has("moe_latent_size") else None
 
 
 def _nemotron_trunk(config: HFConfig) -> str:
-    """Megatron's symbols of the trunk's layers."""
+    """Return Megatron's symbols of the trunk's layers."""
     return _symbols(config, "layers_block_type", "layer_types", "hybrid_override_pattern") or "ME*-"
 
 
 def _nemotron_row(config: HFConfig) -> str:
-    """Megatron's symbols of a depth's layers."""
+    """Return Megatron's symbols of a depth's layers."""
     named = _symbols(config, "mtp_layers_block_type") or "*E"
     return (_symbols(config, "mtp_hybrid_override_pattern") or named) if named == "*E" else named
 
 
 def _symbols(config: HFConfig, *keys: str) -> str | None:
-    """From the first of these keys that is present: a list of kinds, or a text of symbols."""
+    """Read the first of these keys that is present: a list of kinds, or a string of symbols."""
     key = next((key for key in keys if config.has(key)), None)
     if key is None:
         return None
@@ -338,7 +339,7 @@ def _nemotron_check(config: HFConfig) -> None:
 
 
 def _unlimited(limit: object) -> bool:
-    """True if time steps may be anything from 0; transformers writes infinity as an object."""
+    """Return whether time steps are unlimited above 0; transformers writes infinity as an object."""
     if not isinstance(limit, list | tuple) or len(limit) != 2:
         return False
     return limit[0] == 0 and limit[1] in (math.inf, {"__float__": "Infinity"})

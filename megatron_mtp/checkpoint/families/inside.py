@@ -1,11 +1,11 @@
-"""DSpark drafters that lie inside of a model's folder, under names that MTP layers have in other folders.
+"""DSpark drafters inside a model's folder, with names that MTP layers have in other folders.
 
     mtp.0.enorm.weight, mtp.0.e_proj.weight             an MTP layer (DeepSeek-V4)
     mtp.0.main_proj.weight, mtp.2.markov_head.*         the first and the last stage of a DSpark drafter
     mtp_dspark.*                                        one as well (Mistral Large 4)
 
-A drafter has stages, not MTP layers: it drafts a block of tokens in one pass, on states of several layers of the trunk.
-No count of MTP layers includes it. Config keys and tensors both show it; one without the other is a fault.
+A drafter has stages, not MTP layers: it drafts a block of tokens in one pass, from states of several trunk layers. No
+count of MTP layers includes it. Config keys and tensors both indicate it; one without the other is a fault.
 """
 
 import re
@@ -14,29 +14,29 @@ from dataclasses import dataclass
 from typing import Any
 
 INNER_KEYS = ("dspark_block_size", "dspark_target_layer_ids", "dspark_noise_token_id", "dspark_markov_rank")
-"""Config keys that engines read of such a drafter."""
+"""Config keys of such a drafter that engines read."""
 STAGES = ("n_mtp_layers", "num_nextn_predict_layers")
-"""Config keys that count its stages; the second is also that of MTP layers."""
+"""Config keys that count its stages; the second one also counts MTP layers."""
 TITLE, METHOD = "DSpark", "dspark"
-"""What the kind of drafter is called, in sentences and as a method of engines; `mtp` half-loads these tensors."""
+"""Name of this kind of drafter in messages, and its method in engines; `mtp` loads only some of these tensors."""
 _TELLING = re.compile(r"^(mtp\.\d+|mtp_dspark)\..*\b(main_proj|markov_head|confidence_head)\b")
 _STAGE = re.compile(r"^(?:mtp|mtp_dspark(?:\.layers)?)\.(\d+)\.")
 _BEGINNINGS = ("mtp.", "mtp_dspark.")
 _FIRST, _LAST = ("main_proj", "main_norm"), ("norm", "markov_head", "confidence_head")
 """Modules of the first stage, which joins the trunk's states, and of the last one, which drafts."""
 HEADS_OF_STAGES = re.compile(rf"^mtp\.\d+\.({'|'.join((*_FIRST, *_LAST))}|hc_head)(\b|_)")
-"""Tensors of the first and the last stage that others lack."""
+"""Tensors of the first and the last stage that the others lack."""
 
 
 @dataclass(frozen=True)
 class InnerDrafter:
-    """A drafter inside of a model.
+    """A drafter inside a model.
 
     Attributes:
-        names: its tensors; none if the config alone has it.
-        stages: the numbers of its stages among the tensors.
-        counted: number of stages in the config; None if no key holds one.
-        block: number of tokens of a block; None if the config does not say.
+        names: its tensors; empty if only the config has it.
+        stages: numbers of its stages among the tensors.
+        counted: number of stages in the config; None if no key has one.
+        block: number of tokens of a block; None if the config does not specify it.
         keys: its keys in the config.
     """
 
@@ -48,7 +48,7 @@ class InnerDrafter:
 
     @classmethod
     def of(cls, keys: Mapping[str, Any], names: Iterable[str]) -> "InnerDrafter | None":
-        """The drafter that a config's keys or names of tensors show; None without one."""
+        """Return the drafter that a config's keys or tensor names indicate; None if there is none."""
         own = tuple(name for name in INNER_KEYS if keys.get(name) is not None)
         names = [name for name in names if name.startswith(_BEGINNINGS)]
         shown = any(_TELLING.match(name) or name.startswith(_BEGINNINGS[1]) for name in names)
@@ -62,14 +62,14 @@ class InnerDrafter:
 
     @property
     def says(self) -> str:
-        """What it is, in words."""
+        """A description in words."""
         stages = f" of {len(self.stages)} stage{'' if len(self.stages) == 1 else 's'}" if self.stages else ""
         block = f", block {self.block}" if self.block else ""
         where = next((prefix for prefix in _BEGINNINGS[::-1] if any(n.startswith(prefix) for n in self.names)), "")
         return f"a {TITLE} drafter{stages}{block}{f', in {where}*' if where else ''}"
 
     def lost(self) -> Iterator[str]:
-        """What the tensors lack, each a part of a sentence: stages, and modules of the first and the last one."""
+        """What the tensors lack, each as part of a sentence: stages, and modules of the first and the last one."""
         if not self.names:
             return
         most = max(self.counted or 0, max(self.stages, default=-1) + 1)
@@ -81,18 +81,18 @@ class InnerDrafter:
                     yield from (f"'mtp.{stage}.{module}'" for module in modules if module not in held)
 
     def lost_keys(self) -> list[str]:
-        """The keys without which engines do not load the tensors."""
+        """Missing keys without which engines do not load the tensors."""
         return [name for name in INNER_KEYS if name not in self.keys] if self.names else []
 
 
 def stage_of(name: str) -> int | None:
-    """The stage of a drafter's tensor; None for one beside the stages."""
+    """Return the stage of a drafter's tensor; None for one outside the stages."""
     match = _STAGE.match(name)
     return None if match is None else int(match.group(1))
 
 
 def check_no_drafter(names: Iterable[str], what: object, advice: str) -> None:
-    """Raises ValueError, of a command on MTP layers, where one of these tensors is of a drafter inside of the model."""
+    """Raise ValueError, for a command on MTP layers, if one of these tensors belongs to a drafter inside the model."""
     found = InnerDrafter.of({}, names)
     if found is not None:
         raise ValueError(f"{what} has {found.says}, not MTP layers; {advice}.")

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: DeepSeek-V3 and its kin, DeepSeek-V2 with a softmax router, Youtu's dense layers."""
+"""Multi-head latent attention: DeepSeek-V3 and related models, DeepSeek-V2's softmax router, Youtu's dense layers."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -38,7 +38,9 @@ def _v2_expert_flags(config: HFConfig) -> list[str]:
 
 
 def _group_flags(config: HFConfig) -> list[str]:
-    """Flags of a choice among groups of experts, scored by their best one; Megatron takes `chosen // some` of them.
+    """Return flags of group-limited routing.
+
+    Groups are scored by their best expert, and Megatron uses `chosen // some`.
 
     Raises:
         UntrainableError: Megatron scores groups by more, or the config has a router that transformers ignores.

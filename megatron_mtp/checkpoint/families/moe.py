@@ -1,6 +1,6 @@
-"""Decoders with routed experts, each class of transformers as a row; MTP layers are attached where the class has none.
+"""Decoders with routed experts, one row per transformers class. MTP layers can be attached if the class has none.
 
-gpt-oss: attention sinks, windows in every second layer, experts with biases whose gate and up stand in turn.
+gpt-oss: attention sinks, windows in every second layer, experts with biases whose gate and up rows alternate.
 """
 
 from argparse import Namespace
@@ -74,7 +74,7 @@ def _qwen_flags(config: HFConfig) -> list[str]:
 
 
 def _dots_windows(config: HFConfig) -> list[bool]:
-    """Windows from layer `max_window_layers` on, unless `layer_types` says otherwise."""
+    """Return the windows: from layer `max_window_layers` on, unless `layer_types` says otherwise."""
     first = config.integer("max_window_layers", default=62, least=0)
     return windows_by_type(lambda index: index >= first, config)
 
@@ -87,7 +87,7 @@ class _GptOss(Decoder):
     """A decoder whose experts all have biases."""
 
     def mlp_or_experts(self, config: HFConfig, layout: Layout, place: Place, sparse: bool) -> list[Rule]:
-        """Rules of a router and its experts; all layers are sparse."""
+        """Return rules of a router and its experts; all layers are sparse."""
         experts, hidden = config.integer("num_local_experts"), config.integer("hidden_size")
         hf, mcore, width = f"{place.hf}mlp.", f"{place.mcore}mlp.", config.integer("intermediate_size")
         fc1, fc2 = f"{mcore}experts.experts.linear_fc1.", f"{mcore}experts.experts.linear_fc2."
@@ -109,7 +109,7 @@ def _moved(name: str, shape: tuple[int, ...], key: str, how: Map) -> Rule:
 
 
 def _oss_activation(config: HFConfig) -> list[str]:
-    """(up + 1) gate sigmoid(1.702 gate), with gate and up limited."""
+    """Return (up + 1) gate sigmoid(1.702 gate), with gate and up limited."""
     if config.number("swiglu_alpha") != ALPHA:
         raise UntrainableError(f"'swiglu_alpha' {config.number('swiglu_alpha')}, where Megatron has {ALPHA}")
     limit = {"activation-func-clamp-value": config.number("swiglu_limit")}
@@ -124,7 +124,7 @@ class _GraniteExperts(Decoder):
     """Experts of a layer as two tensors, and one shared expert."""
 
     def mlp_or_experts(self, config: HFConfig, layout: Layout, place: Place, sparse: bool) -> list[Rule]:
-        """Rules of a router and its experts; all layers are sparse."""
+        """Return rules of a router and its experts; all layers are sparse."""
         experts, hidden = config.integer("num_local_experts"), config.integer("hidden_size")
         width, shared = config.integer("intermediate_size"), _granite_shared(config)
         hf, mcore = f"{place.hf}block_sparse_moe.", f"{place.mcore}mlp."

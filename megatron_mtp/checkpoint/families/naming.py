@@ -1,10 +1,10 @@
-"""Tensors under names that no loader looks for, although the rest of each name is right: what to rename, and to what.
+"""Tensors with a wrong prefix that no loader looks for: what to rename, and to what.
 
 language_model.mtp.fc.weight                          mtp.fc.weight
 base_model.model.model.layers.4.eh_proj.weight        model.layers.4.eh_proj.weight
 model.layers.4._orig_mod.eh_proj.weight               model.layers.4.eh_proj.weight
 
-A head under such a name is there, and counts as lost for every loader.
+MTP layers with such names exist but are missing for every loader.
 """
 
 from collections.abc import Collection, Iterable
@@ -16,14 +16,14 @@ WRAPPERS = {
     "_checkpoint_wrapped_module.": "activation checkpointing",
     "module.": "DDP",
 }
-"""What wrappers of modules put into names, and whose it is."""
+"""What module wrappers add to names, and which wrapper it is."""
 _AT_THE_BEGINNING = ("base_model.model.", "module.")
 _AROUND = frozenset(("model", "language_model", "text_model", "thinker", "llm"))
 """Names of models in a model, which may be wrong without another tensor being meant."""
 
 
 def unwrapped(name: str) -> str:
-    """The name without what wrappers put into it."""
+    """Remove from a name what wrappers have added."""
     before = None
     while name != before:
         before = name
@@ -33,11 +33,11 @@ def unwrapped(name: str) -> str:
 
 
 def misnamed(stored: Collection[str], wanted: Iterable[str]) -> dict[str, str]:
-    """Stored tensors under a wrong name, each with its right one; empty if none is a wanted tensor.
+    """Return stored tensors with a wrong name, each with the correct one; empty if none is a wanted tensor.
 
     Args:
         stored: names in a folder.
-        wanted: names that the folder's family gives to its tensors.
+        wanted: names that the folder's family uses.
     """
     known = {*wanted}
     missing = {_inner(name): name for name in known if name not in stored}
@@ -51,7 +51,7 @@ def misnamed(stored: Collection[str], wanted: Iterable[str]) -> dict[str, str]:
 
 
 def _root(wrong: str, right: str) -> tuple[str, str]:
-    """Beginnings of two names, up to the first part that they share and its number: 'x.mtp.' and 'mtp.'."""
+    """Return the prefixes of two names, up to the first common part and its number: 'x.mtp.' and 'mtp.'."""
     one, other = wrong.split("."), right.split(".")
     same = next((n for n, pair in enumerate(zip(one[::-1], other[::-1], strict=False)) if len({*pair}) > 1), None)
     tail = one[len(one) - (min(len(one), len(other)) if same is None else same) :]
@@ -66,7 +66,7 @@ def _inner(name: str) -> str:
 
 
 def renaming(found: dict[str, str], family: str) -> str:
-    """A sentence's end on the tensors that `misnamed` found: what they are called, and what to do."""
+    """Return the end of a message about tensors found by `misnamed`: their names, and what to do."""
     name, right = next(iter(found.items()))
     others = f" and {len(found) - 1} more" if len(found) > 1 else ""
     are, it, rename = (

@@ -1,9 +1,8 @@
-"""Rules between the tensors of a Hugging Face (HF) folder and those of a Megatron checkpoint, read in both directions.
+"""Rules between the tensors of a Hugging Face (HF) folder and a Megatron checkpoint, read in both directions.
 
-A rule names some HF tensors, the pieces of Megatron tensors that hold the same numbers, and the map between them. The
-inverse of a map is derived from the map; export is import read backwards. Every map but `Computed` moves numbers
-and never computes with them, so that a round trip is equal bit by bit. torch is imported when a tensor is
-moved: listing the families does not need it.
+A rule names some HF tensors, the pieces of Megatron tensors with the same values, and the map between them. The inverse
+of a map is derived from the map; export is import read backwards. Every map but `Computed` only moves values, so a
+round trip is bit-identical. torch is imported when a tensor is moved: listing the families does not need it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor of the HF folder; its shape is None for a carried tensor."""
+    """A tensor of the HF folder. Its shape is None for a carried tensor."""
 
     name: str
     shape: Shape | None
@@ -31,14 +30,14 @@ class Piece:
     """A tensor of the Megatron checkpoint, or a slab of one.
 
     Attributes:
-        key: its name in Megatron's `sharded_state_dict`.
+        key: name in Megatron's `sharded_state_dict`.
         shape: shape of this slab; None for a carried tensor.
         whole: shape of the whole tensor; None if this is all of it.
         offset: start of the slab in the whole tensor; None if this is all of it.
-        aliases: other keys for the same numbers, since Megatron's modules with and without Transformer Engine use
+        aliases: other keys for the same values, because Megatron's modules with and without Transformer Engine use
             different ones; all are written, any one is read.
         padded: whether the stored tensor may have more rows, as Megatron's vocabularies do.
-        wide: whether the tensor is stored in float32, whatever the type of the folder's.
+        wide: whether the tensor is stored in float32, whatever the folder's dtype.
     """
 
     key: str
@@ -50,7 +49,7 @@ class Piece:
     wide: bool = False
 
     def fits(self, stored: Shape | None) -> bool:
-        """True if the tensor that has this piece may be stored in this shape."""
+        """Return whether the tensor with this piece may be stored in this shape."""
         wanted = self.whole or self.shape
         if wanted is None or stored == wanted or not self.padded:
             return wanted in (None, stored)
@@ -69,10 +68,10 @@ class Map(Protocol):
         """Description of `forward` in a few words; empty for a new name alone."""
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of Megatron, from those of Hugging Face."""
+        """Convert HF tensors to Megatron's."""
 
     def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of Hugging Face, from those of Megatron."""
+        """Convert Megatron's tensors to HF's."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Concat:
-    """Several tensors one after another along `dim`, such as gate and up projection in `linear_fc1`."""
+    """Several tensors concatenated along `dim`, such as gate and up projection in `linear_fc1`."""
 
     sizes: tuple[int, ...]
     dim: int = 0
@@ -107,7 +106,7 @@ class Concat:
 
 @dataclass(frozen=True)
 class SwapHalves:
-    """[a | b] to [b | a] along `dim`, for families that put the hidden half of `eh_proj` first; its own inverse."""
+    """[a | b] to [b | a] along `dim`, for families with the hidden half of `eh_proj` first; its own inverse."""
 
     dim: int = 1
     what = "halves swapped"
@@ -122,7 +121,7 @@ class SwapHalves:
 
 @dataclass(frozen=True)
 class Axis:
-    """A new first axis, for one of the experts in a stacked tensor."""
+    """Adds a first axis, for one of the experts in a stacked tensor."""
 
     what = "stacked"
 
@@ -181,7 +180,7 @@ class MergeQKV:
 
 @dataclass(frozen=True)
 class Split:
-    """One HF tensor into several, such as a fused query-key-value projection; the inverse of `Concat`."""
+    """Splits one HF tensor into several, such as a fused query-key-value projection; the inverse of `Concat`."""
 
     sizes: tuple[int, ...]
     what = "split"
@@ -195,7 +194,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Transposed:
-    """The last two dimensions exchanged, for projections that HF stores as [input, output]; its own inverse."""
+    """Swaps the last two dimensions, for projections that HF stores as [input, output]; its own inverse."""
 
     what = "transposed"
 
@@ -207,7 +206,7 @@ class Transposed:
 
 @dataclass(frozen=True)
 class InTurn:
-    """Rows of two kinds that stand in turn along `dim`, to all of the first kind and all of the second.
+    """Reorders alternating rows of two kinds along `dim` to all of the first kind, then all of the second.
 
     Gates and ups of three channels:   g1 u1 g2 u2 g3 u3   to   g1 g2 g3 u1 u2 u3
     """
@@ -228,7 +227,7 @@ class InTurn:
 
 @dataclass(frozen=True)
 class ByKind:
-    """One HF tensor whose rows stand group by group into a tensor for each kind of row.
+    """Splits one HF tensor, whose rows are ordered group by group, into one tensor per kind of row.
 
     Two groups of a query, a key and two values:   q1 k1 v1 v2 q2 k2 v3 v4   to   q1 q2, k1 k2, v1 v2 v3 v4
 
@@ -253,15 +252,15 @@ class ByKind:
 
 @dataclass(frozen=True)
 class Computed:
-    """The weight w of a module that Megatron computes otherwise: the float32 number `factor` w - `minus`.
+    """The weight w of a module that Megatron computes differently: the float32 value `factor` w - `minus`.
 
-    Rounding loses bits of w; so an import also stores w as it is, and an export gives it back. A checkpoint that
-    Megatron saved after training has no such original.
+    Rounding loses bits of w, so an import also stores w itself, and an export returns it. A checkpoint saved by
+    Megatron after training has no such original.
 
     Attributes:
-        original: whether the checkpoint has w as well; it is the first of both tensors.
-        factor: of a layer's output in HF that Megatron does not have.
-        minus: 1 of a norm that multiplies by w in HF and by 1 + w in Megatron.
+        original: whether the checkpoint also has w; it is the first of both tensors.
+        factor: factor of a layer's output in HF that Megatron does not have.
+        minus: 1 for a norm that multiplies by w in HF and by 1 + w in Megatron.
     """
 
     original: bool
@@ -287,11 +286,11 @@ class Computed:
 
 @dataclass(frozen=True)
 class Copies:
-    """One tensor that HF stores several times; Megatron stores it once.
+    """A tensor that HF stores several times and Megatron once.
 
     Attributes:
         names: the HF tensors.
-        tied: whether the config ties the head to the embedding.
+        tied: whether the config ties output layer and embedding.
 
     Raises:
         ValueError: on import, the copies differ.
@@ -348,7 +347,7 @@ class Zeros:
 
 @dataclass(frozen=True)
 class Then:
-    """Maps, applied in turn."""
+    """Maps, applied one after another."""
 
     steps: tuple[Map, ...]
 
@@ -371,14 +370,14 @@ class Then:
 
 @dataclass(frozen=True)
 class Rule:
-    """Some HF tensors, the Megatron pieces that hold them, and the map between."""
+    """HF tensors, the Megatron pieces with the same values, and the map between them."""
 
     hf: tuple[HFTensor, ...]
     mcore: tuple[Piece, ...]
     map: Map = field(default_factory=Same)
 
     def to_mcore(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Megatron's tensors in the order of `mcore`, from HF tensors in the order of `hf`."""
+        """Convert HF tensors, in the order of `hf`, to Megatron's, in the order of `mcore`."""
         return self.map.forward(tensors)
 
     def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -387,15 +386,15 @@ class Rule:
 
     @property
     def rounds(self) -> bool:
-        """True if `to_hf` makes float32 numbers from which `to_mcore` does not make the same bits again."""
+        """Whether `to_hf` creates float32 values from which `to_mcore` does not restore the same bits."""
         return isinstance(self.map, Computed) and not self.map.original
 
 
 def rename(name: str, key: str, shape: Shape | None, *aliases: str) -> Rule:
-    """A rule for a tensor that only changes its name."""
+    """Return a rule for a tensor that only changes its name."""
     return Rule((HFTensor(name, shape),), (Piece(key, shape, aliases=aliases),))
 
 
 def zeros(name: str, shape: Shape) -> Rule:
-    """A rule for an HF tensor of float32 zeros that Megatron does not have."""
+    """Return a rule for an HF tensor of float32 zeros that Megatron does not have."""
     return Rule((HFTensor(name, shape),), (), Zeros((shape,)))

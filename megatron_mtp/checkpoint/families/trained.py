@@ -1,6 +1,6 @@
-"""From Megatron's arguments to the keys of a `config.json`: the form that a trained model takes in a family.
+"""Megatron's arguments to the keys of a `config.json`: the form that a trained model takes in a family.
 
-Every key that transformers, vLLM or SGLang reads is written, even where its default would do.
+Every key that transformers, vLLM or SGLang reads is written, even if it equals the default.
 """
 
 from argparse import Namespace
@@ -11,10 +11,9 @@ from typing import Any
 from megatron_mtp.spec.rope_scaling import megatrons_scaling
 
 LATENT_EPSILON, LARGEST_LATENT_EPSILON = 1e-6, 1e-5
-"""Epsilon of transformers in the norms inside latent attention, whatever the config says; the largest that converts.
-
-Megatron and vLLM have the config's epsilon in all norms. Between the two values logits differ by some 1e-5 of the
-largest.
+"""transformers' epsilon of the norms inside latent attention, whatever the config specifies; the largest one that
+converts. Megatron and vLLM use the config's epsilon in all norms. Between the two values, logits differ by about 1e-5
+of the largest.
 """
 
 
@@ -26,9 +25,9 @@ class TrainedForm:
         models: which models take it, for the table in docs/guides/convert.md.
         engines: engines that load such a folder with its MTP layers.
         architecture: the class name by which engines recognize the model.
-        keys: config keys of this family beside `common_keys`, from Megatron's arguments; raises ValueError if the
-            model does not fit the family.
-        fits: whether a model with these arguments and so many MTP layers takes this form without `--family`.
+        keys: config keys of this family in addition to `common_keys`, from Megatron's arguments; raises ValueError if
+            the model does not fit the family.
+        fits: whether a model with these arguments and this many MTP layers takes this form without `--family`.
         files: further files of the folder, by name: code for a `model_type` that transformers does not have.
     """
 
@@ -41,7 +40,7 @@ class TrainedForm:
 
 
 def epsilon_note(args: Namespace) -> dict[str, str]:
-    """A note for who converts a model that transformers computes with another epsilon; empty for all others."""
+    """Return a note for models that transformers computes with another epsilon; empty for all others."""
     epsilon = getattr(args, "layernorm_epsilon", LATENT_EPSILON)
     if not getattr(args, "multi_latent_attention", False) or epsilon == LATENT_EPSILON:
         return {}
@@ -91,15 +90,15 @@ def rotary_keys(args: Namespace, **others: float) -> dict[str, Any]:
 
 
 def is_dense_trunk(args: Namespace, depths: int) -> bool:
-    """True if a model has neither MTP layers nor experts nor latent attention."""
+    """Return whether a model has no MTP layers, no experts and no latent attention."""
     return not (depths or args.num_experts or args.multi_latent_attention)
 
 
 def dense_keys(args: Namespace) -> dict[str, Any]:
-    """No keys beside the common ones.
+    """Return no keys other than the common ones.
 
     Raises:
-        ValueError: the model has experts, or rotates a part of each head.
+        ValueError: the model has experts, or rotates only part of each head.
     """
     if args.num_experts or args.rotary_percent != 1.0:
         raise ValueError("--family names a dense family without partial rotation, but the model is not so.")
@@ -107,7 +106,7 @@ def dense_keys(args: Namespace) -> dict[str, Any]:
 
 
 def expert_keys(args: Namespace) -> dict[str, Any]:
-    """Router keys that transformers and vLLM read; a dense MLP becomes two routed experts and a shared one.
+    """Return router keys that transformers and vLLM read; a dense MLP becomes two routed experts and a shared one.
 
     Raises:
         ValueError: the sizes cannot be expressed.
@@ -117,7 +116,7 @@ def expert_keys(args: Namespace) -> dict[str, Any]:
 
 
 def _split_mlp(args: Namespace) -> dict[str, Any]:
-    """A dense MLP as experts: see `split_mlp_rules`."""
+    """Split a dense MLP into experts: see `split_mlp_rules`."""
     if args.ffn_hidden_size % 4:
         raise ValueError(
             f"--ffn-hidden-size {args.ffn_hidden_size} cannot be shared out among two routed and a shared expert, "
@@ -150,7 +149,7 @@ def _routed(args: Namespace) -> dict[str, Any]:
 
 
 def _dense_first(args: Namespace) -> int | None:
-    """Number of dense layers before the first with experts; None if a dense one follows it."""
+    """Return the number of dense layers before the first with experts; None if a dense layer follows it."""
     frequency = args.moe_layer_freq
     if isinstance(frequency, int):
         return 0 if frequency == 1 else None

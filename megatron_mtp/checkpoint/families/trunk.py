@@ -1,4 +1,4 @@
-"""Rules that all families share: sizes from the config, embedding, final norm, head, and the frames of MTP layers."""
+"""Rules that all families share: sizes from the config, embedding, final norm, output layer, frames of MTP layers."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,18 +10,18 @@ from megatron_mtp.checkpoint.hf.config import EXPERTS, ConfigError, HFConfig
 from megatron_mtp.megatron.checkpoint import EMBEDDING, OUTPUT
 
 ZERO_QKV_BIAS, ZERO_ROUTER_BIAS = "zero biases of queries, keys and values", "zero biases of routers"
-"""Forms of an export whose model has no such biases."""
+"""Forms of an export for a model without these biases."""
 ORIGINAL_NORMS, ORIGINAL = "originals of norms", "original."
-"""Form of a checkpoint that holds the weights of norms as in the folder, under keys with this prefix (`Computed`)."""
+"""Form of a checkpoint that stores the norm weights as in the folder, under keys with this prefix (`Computed`)."""
 ORIGINAL_WEIGHTS = "originals of scaled weights"
-"""Form of a checkpoint that also holds weights without the factor that Megatron's contain (`Computed`)."""
+"""Form of a checkpoint that also stores weights without the factor that Megatron's include (`Computed`)."""
 
 MOST_LAYERS, MOST_EXPERTS, MOST_OF_BOTH = 10_000, 10_000, 200_000
 """A config with more is corrupted: the largest published models have about 10^2 layers of about 10^2 experts."""
 
 
 def layers(config: HFConfig) -> int:
-    """Number of the trunk's layers.
+    """Return the number of trunk layers.
 
     Raises:
         ValueError: there are more layers, or layers times experts, than in any model.
@@ -35,7 +35,7 @@ def layers(config: HFConfig) -> int:
 
 
 def gqa(config: HFConfig, **changes: object) -> GQA:
-    """Attention from the usual config keys.
+    """Return attention sizes from the usual config keys.
 
     Args:
         config: the model's config.
@@ -56,23 +56,23 @@ def gqa(config: HFConfig, **changes: object) -> GQA:
 
 
 def biased(config: HFConfig, key: str = "attention_bias", out: str | None = None, **changes: object) -> GQA:
-    """Attention with biases of queries, keys and values if the key `key` is true, and of the output if `out` is."""
+    """Return attention with biases of queries, keys and values if the key `key` is true, and of the output if `out`."""
     return gqa(config, bias=config.flag(key), out_bias=out is not None and config.flag(out), **changes)
 
 
 llama_attention = partial(biased, out="attention_bias")
-"""Biases of all projections if `attention_bias` is true."""
+"""Biases on all projections if `attention_bias` is true."""
 qwen3_attention = partial(llama_attention, norms=True)
 """Llama's attention with norms of queries and keys."""
 
 
 def all_windows(config: HFConfig) -> list[bool]:
-    """A window in every layer if `sliding_window` is a number."""
+    """Return a window in every layer if `sliding_window` is a number."""
     return [config.has("sliding_window")] * layers(config)
 
 
 def windows_by_type(usual: Callable[[int], bool], config: HFConfig) -> list[bool]:
-    """Windows of the layers that `layer_types` names so; without it of those for whose index `usual` is true.
+    """Return windows of the layers that `layer_types` marks, or else of those for whose index `usual` is true.
 
     There are none without `sliding_window`.
 
@@ -87,13 +87,13 @@ def windows_by_type(usual: Callable[[int], bool], config: HFConfig) -> list[bool
 
 
 def check_words(config: HFConfig, key: str, words: list[str], known: Sequence[str]) -> None:
-    """Raises ValueError where a list with a word per layer has an unknown one."""
+    """Raise ValueError if a list with one word per layer has an unknown one."""
     if unknown := sorted(set(words) - {*known}):
         raise ValueError(f"{config.source}: '{key}' has '{unknown[0]:.40}'; known are {', '.join(known)}.")
 
 
 def latent_attention(config: HFConfig) -> MLA:
-    """Sizes of multi-head latent attention (arXiv:2405.04434), from the config."""
+    """Return sizes of multi-head latent attention (arXiv:2405.04434), from the config."""
     return MLA(
         hidden=config.integer("hidden_size"),
         heads=config.integer("num_attention_heads"),
@@ -106,7 +106,7 @@ def latent_attention(config: HFConfig) -> MLA:
 
 
 def moe(config: HFConfig, layout: Layout, **changes: object) -> MoE:
-    """Experts from DeepSeek's config keys, which most families use.
+    """Return experts from DeepSeek's config keys, which most families use.
 
     Args:
         config: the model's config.
@@ -135,7 +135,7 @@ def moe(config: HFConfig, layout: Layout, **changes: object) -> MoE:
 
 
 def sparse_layers(config: HFConfig) -> list[bool]:
-    """For each layer of the trunk whether it has experts, by `mlp_layer_types` or `first_k_dense_replace`.
+    """Return for each trunk layer whether it has experts, by `mlp_layer_types` or `first_k_dense_replace`.
 
     A config without a number of experts has none.
 
@@ -153,12 +153,12 @@ def sparse_layers(config: HFConfig) -> list[bool]:
 
 
 def all_layers(config: HFConfig) -> list[bool]:
-    """Experts in every layer."""
+    """Return experts in every layer."""
     return [True] * layers(config)
 
 
 def stepped_layers(config: HFConfig) -> list[bool]:
-    """For each layer whether it has experts: every `decoder_sparse_step`th that `mlp_only_layers` does not name.
+    """Return for each layer whether it has experts: every `decoder_sparse_step`th not named by `mlp_only_layers`.
 
     Raises:
         ValueError: `mlp_only_layers` is not a list.
@@ -170,7 +170,7 @@ def stepped_layers(config: HFConfig) -> list[bool]:
 
 
 def is_dense(config: HFConfig) -> bool:
-    """True if the experts are the parts of a dense MLP (`split_mlp_rules`): all of them are always chosen."""
+    """Return whether the experts are parts of a dense MLP (`split_mlp_rules`), so all of them are always chosen."""
     parts = config.integer("n_shared_experts", "num_shared_experts", default=0, least=0)
     if parts != 2:
         return False
@@ -191,7 +191,7 @@ def frame(
     final: str = "final_layernorm",
     copies: Sequence[Place] = (),
 ) -> list[Rule]:
-    """Rules of embedding, final norm and head, with the MTP layers' copies if the folder has them.
+    """Return rules of embedding, final norm and output layer, with the MTP layers' copies if the folder has them.
 
     Args:
         config: the model's config.
@@ -218,19 +218,19 @@ def frame(
 
 
 def _shared(names: list[str], key: str, shape: tuple[int, int], tied: bool = False) -> Rule:
-    """A rule for one Megatron tensor with padded rows, and all HF tensors that must equal it."""
+    """Return a rule for one Megatron tensor with padded rows, and all HF tensors that must equal it."""
     return Rule(
         tuple(HFTensor(name, shape) for name in names), (Piece(key, shape, padded=True),), Copies(tuple(names), tied)
     )
 
 
 def trunk_places(count: int, prefix: str = "model.") -> list[Place]:
-    """The prefixes of every trunk layer on both sides."""
+    """Return the prefixes of every trunk layer on both sides."""
     return [Place(f"{prefix}layers.{index}.", f"decoder.layers.{index}.") for index in range(count)]
 
 
 def depth_places(depths: Depths | None, config: HFConfig, layout: Layout, prefix: str = "model.") -> list[Place]:
-    """The prefixes of every depth's layer on both sides; `prefix` is HF's of the trunk."""
+    """Return the prefixes of every MTP layer's inner layer on both sides; `prefix` is HF's of the trunk."""
     if depths is None:
         return []
     count = layers(config) if "{n}" in depths.prefix else 0
@@ -241,7 +241,7 @@ def depth_places(depths: Depths | None, config: HFConfig, layout: Layout, prefix
 
 
 def depth_frames(depths: Depths, config: HFConfig, places: Sequence[Place]) -> list[list[Rule]]:
-    """For every depth the rules of the parts around its layer, which is at this place."""
+    """Return, for every MTP layer, the rules of the parts around its inner layer at this place."""
     hidden = config.integer("hidden_size")
     return [
         depth_frame(

@@ -1,8 +1,8 @@
-"""Models that see around a text model of a known family: the text model converts, the rest is carried.
+"""Multimodal models around a text model of a known family: the text model converts, the rest is carried.
 
 In:  a `config.json` of one of `WRAPPERS` with a `text_config` of a known family.
-Out: that family, with the text model's names under the prefix that the folder uses, and all other tensors unchanged. If
-     the text model's family has no names for MTP layers, attached ones have those of `ATTACHED`.
+Out: that family, with the text model's names under the folder's prefix, and all other tensors unchanged. If the text
+     model's family has no names for MTP layers, attached ones use those of `ATTACHED`.
 """
 
 import re
@@ -17,12 +17,12 @@ WRAPPERS = (
     "exaone4_5 glm_ocr got_ocr2 idefics3 internvl lighton_ocr llava llava_onevision mistral3 smolvlm "
     "video_llava vipllava"
 ).split()
-"""Types whose class runs a text alone as the text model's own class does, seen with small random models."""
+"""Types whose class runs text alone like the text model's own class, tested with small random models."""
 TEXTS = {
     "glm4v_moe": "glm4v_moe_text",
     **dict.fromkeys(("nemotron_h_omni", "nemo_speechlm", "nemotron3_5_transcribe"), "nemotron_h"),
 }
-"""Types around one text model, whose type their configs may leave out."""
+"""Types around a single text model whose type their configs may omit."""
 PREFIXES = {
     "hybrid text under language_model": {
         "backbone.": "language_model.backbone.",
@@ -40,11 +40,11 @@ PREFIXES = {
     "text under model.text_model": {"model.": "model.text_model."},
     "text under language_model": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
 }
-"""Forms of a folder: beginnings of the text model's names alone, and inside of the larger model."""
+"""Forms of a folder: prefixes of the text model's names alone, and inside the larger model."""
 
 
 def wrapped(family: Family, model_type: str) -> Family:
-    """The family of models of this type around a text model of `family`."""
+    """Return the family of models of this type around a text model of `family`."""
     depths = family.depths or (ATTACHED if family.attached else None)
     anywhere = "" if depths is None else re.sub(r"^\^mtp", r"(?:^|\\.)mtp", depths.pattern)
 
@@ -72,12 +72,15 @@ Flags = Callable[[HFConfig, Layout], list[str]]
 
 
 def _of_whole(flags: Flags | None) -> Flags | None:
-    """Flags of a text model, from a config with the head of the folder around it."""
+    """Return flags of a text model, from a config that includes the head of the whole folder."""
     return None if flags is None else lambda config, layout: flags(_tied(config, layout), layout)
 
 
 def _tied(config: HFConfig, layout: Layout) -> HFConfig:
-    """The config with a head of its own if the folder stores one: the text model's key says nothing of the whole."""
+    """Return the config with an untied head if the folder stores one.
+
+    The text model's key does not cover the folder.
+    """
     return replace(config, keys={**config.keys, "tie_word_embeddings": not layout.has("head")})
 
 

@@ -1,6 +1,6 @@
-"""A Hugging Face `config.json`, read with checks: a wrong value is an error of one sentence, never a traceback.
+"""A Hugging Face `config.json`, read with checks: an invalid value is an error of one sentence, never a traceback.
 
-Only raw JSON is read, because a conversion must give back every key unchanged, known here or not.
+Only raw JSON is read, because a conversion must return every key unchanged, whether known or not.
 """
 
 import json
@@ -11,16 +11,17 @@ from typing import Any
 
 CONFIG = "config.json"
 DRAFTED = "draft_vocabulary.pt"
-"""Beside a model, the ids of the tokens that its MTP layers draft, as SGLang reads them (--speculative-token-map)."""
+"""File with the ids of the draft vocabulary, as SGLang reads it (--speculative-token-map)."""
 INDEX_SHARE, INDEXER = "index_share_for_mtp_iteration", ".indexer."
-"""The key by which engines let later drafts take the keys of the first, and part of the names of what chooses them."""
+"""Key by which engines let later drafts reuse the keys chosen for the first, and names of the module that chooses them.
+"""
 TIED = "tie_word_embeddings"
 TEXT_KEYS = ("text_config", "llm_config")
-"""Config keys of a text model inside of a larger one; NVIDIA's folders have the second."""
+"""Config keys of a text model inside a larger one; NVIDIA's folders use the second."""
 LARGEST = 2**31
-"""No size of a model is larger; a file with a larger one is corrupted."""
+"""No size of a model is larger; a config with a larger one is corrupted."""
 LFS = b"version https://git-lfs.github.com/spec"
-"""Beginning of the text that stands for a file which `git lfs` has not fetched."""
+"""Beginning of the placeholder for a file that `git lfs` has not fetched."""
 _BESIDE_ROPE = ("rope_theta", "partial_rotary_factor")
 _ROPE_PLACES = ("rope_scaling", "rope_parameters")
 _ORIGINAL = "original_max_position_embeddings"
@@ -52,7 +53,7 @@ class HFConfig:
     def from_keys(cls, whole: Any, source: str = CONFIG) -> "HFConfig":
         """Make a config from parsed JSON; the text model's keys may be under `text_config`.
 
-        A head is tied if either part says so: transformers writes true beside `text_config`, and false into it.
+        A head is tied if either part says so: transformers writes true next to `text_config`, and false into it.
 
         Raises:
             ValueError: it is not an object, or has no `model_type`.
@@ -86,7 +87,7 @@ class HFConfig:
         return replace(self, keys={**defaults, **self.keys})
 
     def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
-        """The value of the first key that is there, a whole number of at least `least`; ValueError for another."""
+        """Return the first of these keys that is set, an integer of at least `least`. Raise ValueError otherwise."""
         name, value = self._first(names, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < LARGEST:
             raise ConfigError(
@@ -96,7 +97,7 @@ class HFConfig:
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """The value of the first of these keys that is present, a number above 0; raises ValueError as `integer`."""
+        """Return the first of these keys that is set, a number above 0. Raises ValueError like `integer`."""
         name, value = self._first(names, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:
             raise ConfigError(
@@ -105,14 +106,17 @@ class HFConfig:
         return float(value)
 
     def flag(self, name: str) -> bool:
-        """A truth value, false if it is null or absent; raises ValueError for anything else."""
+        """Return a boolean, false if it is null or missing. Raise ValueError for anything else."""
         value = self.keys.get(name)
         if not isinstance(value, bool | None):
             raise ConfigError(f"{self.source}: '{name}' is {value!r:.40}; it must be true or false.")
         return bool(value)
 
     def words(self, name: str, length: int) -> list[str] | None:
-        """The first `length` entries of a list with a word per layer; None if absent, ValueError for another."""
+        """Return the first `length` entries of a list with one word per layer; None if missing.
+
+        Raise ValueError otherwise.
+        """
         value = self.keys.get(name)
         if value is None:
             return None
@@ -121,14 +125,14 @@ class HFConfig:
         return value[:length]
 
     def has(self, name: str) -> bool:
-        """True if the key is present and not null."""
+        """Return whether the key is set and not null."""
         return self.keys.get(name) is not None
 
     @property
     def rope(self) -> dict[str, Any]:
         """Rotary settings as transformers 5 reads them: with `rope_type`, and the original length if a scaling uses it.
 
-        `rope_scaling`, which older files have, takes precedence over `rope_parameters`; some settings are beside them.
+        `rope_scaling`, which older files have, takes precedence over `rope_parameters`; some settings are next to them.
         ValueError where they are not objects, or a number is a text or a truth value.
         """
         nested = {name: self.keys.get(name) for name in _ROPE_PLACES}
@@ -159,12 +163,12 @@ class HFConfig:
 
 
 def text_key(keys: Mapping[str, Any]) -> str | None:
-    """The key under which a config has that of its text model; None without one."""
+    """Return the key under which a config has its text model's config; None if there is none."""
     return next((name for name in TEXT_KEYS if isinstance(keys.get(name), dict)), None)
 
 
 def wrong_kinds(whole: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys of a config, or of its text model, whose values are of a kind that no loader takes, with half a sentence.
+    """Return keys of a config, or of its text model, with a value type that no loader accepts, and half a sentence.
 
     Null is a value of every key.
     """
@@ -177,7 +181,7 @@ def wrong_kinds(whole: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def contradictions(keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys whose numbers no model can have together, each with half a sentence."""
+    """Return keys whose values no model can have together, each with half a sentence."""
     for small, large in ((CHOSEN, EXPERTS), (("topk_group",), ("n_group",))):
         (one, few), (other, many) = (first_count(keys, names) for names in (small, large))
         if few > many > 0:
@@ -185,9 +189,9 @@ def contradictions(keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def rope_said_twice(whole: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Rotary settings that a config, or that of its text model, gives in two places with two values, as `wrong_kinds`.
+    """Return rotary settings that a config, or its text model's, sets in two places with different values.
 
-    Loaders differ on the place that counts.
+    Loaders differ on which place counts. Same form as `wrong_kinds`.
     """
     text = whole.get(text_key(whole) or "")
     for part in (whole, text if isinstance(text, dict) else {}):
@@ -201,7 +205,7 @@ def rope_said_twice(whole: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def first_count(keys: Mapping[str, Any], names: Iterable[str]) -> tuple[str, int]:
-    """The first of these keys that holds a number, and the number; 0 without one."""
+    """Return the first of these keys with a number, and the number; 0 if there is none."""
     found = ((name, keys.get(name)) for name in names)
     return next(((name, n) for name, n in found if isinstance(n, int) and not isinstance(n, bool)), ("", 0))
 
@@ -216,13 +220,13 @@ def counted_elsewhere(keys: Mapping[str, Any]) -> tuple[str, int]:
 
 
 CHOSEN = tuple("num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts".split())
-"""Config keys of the number of experts that a token is routed to."""
+"""Config keys for the number of experts that a token is routed to."""
 EXPERTS = tuple("n_routed_experts num_experts moe_num_experts num_local_experts".split())
-"""Config keys of the number of experts among which a router chooses."""
+"""Config keys for the number of experts that a router chooses from."""
 
 
 def are_words(value: Any) -> bool:
-    """True if a value is a list of words."""
+    """Return whether a value is a list of words."""
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
@@ -252,7 +256,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def check_file(path: Path) -> None:
-    """Raises ValueError where something else is in a file's place: a folder, a pipe (who reads it waits), a pointer."""
+    """Raise ValueError if a file is something else: a folder, a pipe (reading it would block), an LFS pointer."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} cannot be read: it is a folder or a pipe, not a file; fetch it again.")
     if path.exists():
@@ -264,7 +268,7 @@ def check_file(path: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; ValueError where it is missing, is not a file, or is not JSON."""
+    """Read a JSON file. Raise ValueError if it is missing, is not a file, or is not JSON."""
     check_file(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
-"""Hugging Face folders of safetensors: what is a model's folder, and its tensors, found and read one by one.
+"""Hugging Face folders of safetensors: recognize a model's folder, and read its tensors one by one.
 
-Names, shapes and types come from the safetensors library. Pickles are refused and never opened. Quantized weights are
+Names, shapes and dtypes come from the safetensors library. Pickles are rejected and never opened. Quantized weights are
 decoded as they are read (quantized.py), and listed without their scales. Folders that do not convert (adapters, GGUF,
-other quantizations, wrappers, broken links) are refused with a sentence that names their kind.
+other quantizations, wrappers, broken links) are rejected with a message that names their kind.
 """
 
 import re
@@ -33,9 +33,9 @@ from megatron_mtp.spec.kinds import DRAFTERS
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 UNLIKE_MODELS = {"fc.weight", "layers.0.self_attn.q_proj.weight"}
-"""Tensors of a drafter whose config names the architecture of whole models, and of no model."""
+"""Tensors of a drafter, but not of a model, whose config names the architecture of whole models."""
 COPY = "consolidated"
-"""Prefix of files that repeat the model in another format (Mistral's); they are ignored."""
+"""Prefix of files that repeat the model in another format (Mistral's); ignored."""
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -51,13 +51,13 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Types by their names in safetensors headers."""
+"""Dtypes by their names in safetensors headers."""
 PIECE = 2**24
-"""Bytes of a piece: small enough for the processor's caches."""
+"""Bytes of a piece, small enough for the processor's caches."""
 KINDS = {dtype: name for name, dtype in DTYPES.items()}
 ADAPTER = "adapter_config.json"
 BUFFERS = re.compile(r"(^|\.)rotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""Buffers that older saves hold beside the weights. The config implies them, so transformers and vLLM skip them."""
+"""Buffers that older saves store with the weights. The config implies them, so transformers and vLLM skip them."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Stored:
 
 
 Faults = list[tuple[ValueError, list[str]]]
-"""What is wrong in a folder, and the tensors that it lacks for that."""
+"""What is wrong in a folder, and which tensors are missing because of it."""
 
 
 class HFFolder:
@@ -167,7 +167,7 @@ class HFFolder:
         self._faults.append((error, list(lost)))
 
     def _hide_parts(self) -> None:
-        """List weights in the place of the tensors that hold them, and leave out scales of activations."""
+        """List weights instead of the tensors that store them, and leave out scales of activations."""
         for name, weight in self.quantized.items():
             first = self._parts[next(iter(weight.parts.values()))]
             for part in weight.parts.values():
@@ -187,7 +187,7 @@ class HFFolder:
 
     @property
     def remarks(self) -> dict[str, str]:
-        """Sentences on what is skipped in the files, by what it is."""
+        """Return sentences about what is skipped in the files, by kind."""
         found = {}
         if self.buffers:
             found["skipped buffers"] = (
@@ -206,14 +206,14 @@ class HFFolder:
 
     @property
     def side_files(self) -> list[str]:
-        """Names of the files that transformers does not open, since the index or a single file leaves them out."""
+        """Return names of files that transformers does not open, because the index or a single file leaves them out."""
         files = {stored.file for stored in self.tensors.values()}
         if (self.folder / INDEX).is_file():
             return sorted(file.name for file in files - _indexed(self.folder).keys())
         return sorted(file.name for file in files if self.folder / SINGLE in files and file.name != SINGLE)
 
     def bytes_of(self, name: str) -> int:
-        """Size of a tensor in its file, or of all parts of a quantized weight."""
+        """Return the size of a tensor in its file, or of all parts of a quantized weight."""
         if name not in self.quantized:
             return self.tensors[name].bytes
         return sum(self._parts[part].bytes for part in self.quantized[name].parts.values())
@@ -243,7 +243,7 @@ class HFFolder:
                 yield stream.get_slice(name)[start : start + rows]
 
     def check_type(self, name: str, must_be_weight: bool) -> None:
-        """Raises ValueError where a weight, which any tensor named `.weight` is, has no type of numbers."""
+        """Raise ValueError if a weight (any tensor named `.weight`) does not have a numeric dtype."""
         dtype, file = self.dtype(name), self.tensors[name].file
         if dtype == E8M0:
             raise ValueError(
@@ -262,7 +262,7 @@ class HFFolder:
 
 
 class OpenFiles(threading.local):
-    """Each thread's handles of the files that it used last: opening a file parses its whole header."""
+    """Each thread's most recently used file handles, because opening a file parses its whole header."""
 
     def __init__(self) -> None:
         self.file = lru_cache(maxsize=32)(_open)
@@ -274,7 +274,7 @@ def _open(file: Path) -> Any:
 
 
 def stored_in(file: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file, whose header the library checks; ValueError where it is damaged."""
+    """Return the tensors of a safetensors file, whose header the library checks. Raise ValueError if it is damaged."""
     check_file(file)
     try:
         with safe_open(file, framework="pt") as stream:
@@ -288,7 +288,9 @@ def stored_in(file: Path) -> dict[str, Stored]:
 
 
 def _files(folder: Path) -> dict[Path, list[str] | None]:
-    """Files of a folder, each with the tensors that the index lists; None for a file that it does not name.
+    """Return the files of a folder, each with the tensors that the index lists.
+
+    None for a file that is not in the index.
 
     Some releases keep MTP layers in a file that the index or transformers leaves out. It is read too.
     """
@@ -314,7 +316,7 @@ def _indexed(folder: Path) -> dict[Path, list[str] | None]:
 
 
 def _check_there(file: Path, folder: Path, name: str) -> None:
-    """Raises ValueError where a file that the index names for a tensor is not in the folder."""
+    """Raise ValueError if a file that the index names for a tensor is not in the folder."""
     if file.parent != folder:
         raise ValueError(
             f"{folder / INDEX} puts '{name}' into '{str(file).removeprefix(f'{folder}/'):.100}', but shards must be "
@@ -328,7 +330,7 @@ def _check_there(file: Path, folder: Path, name: str) -> None:
 
 
 def check_kind(folder: Path) -> None:
-    """Raises ValueError for a folder that does not convert, or for none."""
+    """Raise ValueError for a folder that does not convert, or for a path that is not a folder."""
     check_form(folder)
     if not (folder / CONFIG).is_file():
         return
@@ -341,7 +343,7 @@ def check_kind(folder: Path) -> None:
 
 
 def check_form(folder: Path) -> None:
-    """Raises ValueError for what is not a folder of a whole model: GGUF, links that lead nowhere, an adapter."""
+    """Raise ValueError for what is not a folder of a whole model: GGUF, broken links, an adapter."""
     of_gguf = any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
     if of_gguf or (folder.is_file() and folder.suffix == ".gguf"):
         raise ValueError(f"{folder} is a GGUF model, as llama.cpp runs it; give the folder that it was made from.")
@@ -362,7 +364,7 @@ def check_form(folder: Path) -> None:
 
 
 def drafter_kind(path: Path) -> str | None:
-    """The kind of drafter, of `spec.kinds.DRAFTERS`, that a folder is; None of one that is none."""
+    """Return the kind of drafter, one of `spec.kinds.DRAFTERS`, that a folder has; None if it is not a drafter."""
     try:
         keys = read_json(path / CONFIG)
     except ValueError:
@@ -383,7 +385,7 @@ def drafter_kind(path: Path) -> str | None:
 
 
 def _names_of(folder: Path) -> set[str]:
-    """The names of a folder's tensors, as far as its files can be read."""
+    """Return names of a folder's tensors, as far as its files can be read."""
     names = set[str]()
     for file in folder.glob("*.safetensors"):
         with suppress(OSError, SafetensorError), safe_open(file, "pt") as opened:
@@ -392,7 +394,7 @@ def _names_of(folder: Path) -> set[str]:
 
 
 def _is_adapter(folder: Path) -> bool:
-    """True if a folder holds an adapter (LoRA), with or without a config, and no model beside it."""
+    """Return whether a folder holds an adapter (LoRA), with or without a config, and no model."""
     weights = [file.name for file in folder.glob("*.safetensors")]
     whole = any(not name.startswith("adapter_") for name in weights)
     return (folder / ADAPTER).is_file() and not (whole and (folder / CONFIG).is_file())

@@ -1,6 +1,6 @@
-"""Models by their names on the Hugging Face Hub, such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, as folders.
+"""Models by name on the Hugging Face Hub, such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, as local folders.
 
-huggingface_hub downloads the files to its cache, checks them, and continues an interrupted download.
+huggingface_hub downloads the files to its cache, verifies them, and resumes interrupted downloads.
 """
 
 import re
@@ -10,7 +10,7 @@ from megatron_mtp.checkpoint.hf.config import DRAFTED
 
 NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", DRAFTED]
-"""The files that are downloaded: config, weights, tokenizer and list; no code, and no weights in other formats."""
+"""Files to download: config, weights, tokenizer and draft vocabulary; no code, and no weights in other formats."""
 
 REASONS = {
     "GatedRepoError": "its owner has to grant access; ask for it on the model's page, and give a token as HF_TOKEN",
@@ -19,17 +19,17 @@ REASONS = {
     "LocalEntryNotFoundError": "the Hub cannot be reached, and the model is not in the cache; give a folder",
     "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and the model is not in the cache; unset it, or give a folder",
 }
-"""Errors of huggingface_hub, in words for a user."""
+"""Errors of huggingface_hub in plain words."""
 
 
 def is_hub_name(name: str | Path) -> bool:
-    """True if this is a name on the Hub rather than a path of this machine."""
+    """Return whether this is a name on the Hub rather than a local path."""
     path = Path(name)
     return NAME.fullmatch(str(name)) is not None and not path.exists() and not path.parent.exists()
 
 
 def local_folder(name: str | Path) -> Path:
-    """The folder at this path, or that of the model of this name, downloaded; ValueError where it cannot be."""
+    """Return the folder at this path, or download the model with this name. Raise ValueError if that fails."""
     if name == "":
         raise ValueError("the model's name is empty; give a folder, or a name on the Hub.")
     if not is_hub_name(name):

@@ -1,7 +1,7 @@
-"""Quantized folders: which tensors make a weight (forms/), what config and side files say, and lists of modules.
+"""Quantized folders: which tensors form a weight (forms/), the settings in config and side files, and module lists.
 
-Names, shapes and types alone decide the form: a scale beside a weight that is not quantized is a fault, and never
-multiplied. Scales of activations (`X.input_scale`, `k_proj.k_scale`) say nothing of a weight, and are dropped with it.
+Names, shapes and dtypes alone determine the form: a scale of a weight that is not quantized is a fault and is never
+applied. Scales of activations (`X.input_scale`, `k_proj.k_scale`) do not concern weights and are dropped.
 """
 
 import re
@@ -22,19 +22,19 @@ from megatron_mtp.checkpoint.hf.forms.integers import check_packed
 from megatron_mtp.checkpoint.hf.forms.table import FORMS
 
 ACTIVATIONS = re.compile(r"\.(((in|out)put|activation)_(scale|zero_point|global_scale)|[kvq]_(scale|zero_point))$")
-"""Endings of the scales of activations beside a weight, and of an attention's cache."""
+"""Suffixes of the scales of activations and of an attention's cache."""
 KEYS = ("quantization_config", "compression_config")
 """Keys of a config that describe its quantization, at the top or in `text_config`."""
 MODELOPT = "modelopt"
 SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": MODELOPT}
 """Files that describe older quantized releases, and their methods."""
 LISTS = "ignore modules_to_not_convert exclude_modules ignored_layers llm_int8_skip_modules".split()
-"""Keys under which methods list the modules that are not quantized."""
+"""Keys under which methods list unquantized modules."""
 SELECTIVE = "dynamic modules_in_block_to_quantize block_name_to_quantize extra_config quantized_layers".split()
-"""Keys by which a method chooses modules in ways that are not read here."""
+"""Keys that select modules in ways that are not supported here."""
 COMPRESSED = "compressed-tensors"
 PLAIN = re.compile(r"[\w.-]+")
-"""An entry of a list that is a name, and no pattern."""
+"""Matches an entry of a list that is a name rather than a pattern."""
 StoredParts = Mapping[str, StoredPart]
 """Shape and type of every tensor of a folder, by name."""
 
@@ -48,7 +48,7 @@ class Quantized:
         parts: names of the tensors, by part; the numbers come first.
         shape: of the weight; None if the form does not tell it.
         dtype: of the weight that `decode` makes.
-        numbers: what decoding needs beside tensors.
+        numbers: what decoding needs in addition to tensors.
         fault: why the tensors make no weight, a sentence that begins with a name; empty if they do.
     """
 
@@ -106,7 +106,7 @@ def quantized_weights(
 
 
 def _left_over(name: str, dtype: torch.dtype | None, stored: StoredParts) -> str | None:
-    """The scale beside a whole weight, which would be multiplied by some loaders."""
+    """Return a leftover scale of an unquantized weight, which some loaders would multiply."""
     if dtype is None or not dtype.is_floating_point or dtype in FP8:
         return None
     found = [f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in stored]
@@ -117,7 +117,7 @@ def _left_over(name: str, dtype: torch.dtype | None, stored: StoredParts) -> str
 def _fitted(
     name: str, forms: Mapping[Form, str], stored: StoredParts, numbers: Numbers, read: Callable[[str], Tensor] | None
 ) -> tuple[str, Quantized]:
-    """The weight of a tensor of numbers, in the forms that fit, or with the fault of the nearest.
+    """Return a weight in the forms that fit its tensors, or with the fault of the nearest form.
 
     The nearest form is the one with most parts there, then with most of its types, then without a missing part.
     """
@@ -145,7 +145,7 @@ def _fitted(
 def _shape_in(
     form: Form, weight: str, stored: StoredParts, numbers: Numbers, read: Callable[[str], Tensor] | None
 ) -> Shape | None:
-    """The shape of a weight in a form; MisfitError if its tensors are not of this form."""
+    """Return the shape of a weight in a form. Raise MisfitError if its tensors do not have this form."""
     parts = form.find(weight, stored)
     if lost := form.lacks(parts):
         lacks = " and ".join(_in_words(weight, part) for part in lost)
@@ -162,12 +162,12 @@ def _shape_in(
 
 
 def _in_words(weight: str, part: str) -> str:
-    """The name of a part, or of one of several, in quotes."""
+    """Return the name of a part, or of one of several, in quotes."""
     return " or ".join(f"'{name_of(weight, one)}'" for one in part.split("|"))
 
 
 def activation_scales(names: Collection[str]) -> list[str]:
-    """Names of scales of activations beside a weight, or of an attention's cache, among these names."""
+    """Return names of activation scales of a weight, or of an attention's cache, among these names."""
     found = [name for name in names if ACTIVATIONS.search(name)]
     return [n for n in found if not re.search(r"(put|activation)_\w+$", n) or ACTIVATIONS.sub(".weight", n) in names]
 
@@ -247,7 +247,7 @@ class QuantizationSettings:
 
     @cached_property
     def _entries(self) -> tuple[frozenset[str], list[str]]:
-        """Entries that are names, and patterns."""
+        """Return entries that are names, and entries that are patterns."""
         every = dict.fromkeys(entry for each in self.lists.values() for entry in each)
         plain = frozenset(entry for entry in every if PLAIN.fullmatch(entry))
         return plain, [entry for entry in every if entry not in plain]
@@ -296,7 +296,7 @@ class QuantizationSettings:
         return self.promised("") is not None and bool(self.groups or self.keys.get("quant_method") != COMPRESSED)
 
     def _group_of(self, module: str) -> dict[str, Any] | None:
-        """The group that targets a module, as compressed-tensors chooses it: by name, by pattern, by class."""
+        """Return the group that targets a module, chosen as in compressed-tensors: by name, by pattern, by class."""
         groups = self.groups
         each = [(("re:" in one, one), weights) for targets, weights in groups for one in targets]
         named = sorted((pair for pair in each if names(pair[0][1], module, COMPRESSED)), key=lambda pair: pair[0])
@@ -309,7 +309,7 @@ def _counts(value: Any) -> bool:
 
 
 def _is_scheme(scheme: tuple[str, int, tuple[str, ...]], weights: Mapping[str, Any]) -> bool:
-    """True if compressed-tensors quantizes so: type, bits (0: any), and one of the strategies where it names one."""
+    """Return whether compressed-tensors quantizes this way: type, bits (0: any), and a strategy if it names one."""
     kind, bits, strategies = scheme
     same = weights.get("type") == kind and bits in (0, weights.get("num_bits"))
     return same and (weights.get("strategy") is None or weights["strategy"] in strategies)
@@ -336,12 +336,12 @@ def names(entry: str, module: str, method: str) -> bool:
 
 
 def module_of(weight: str) -> str:
-    """The module of a weight: its name without `.weight`."""
+    """Return the module of a weight: its name without `.weight`."""
     return weight.removesuffix(".weight")
 
 
 def layer_of(module: str) -> str:
-    """The layer that a module is in, such as `model.layers.3`; outside of layers the module."""
+    """Return the layer that a module is in, such as `model.layers.3`; the module itself outside of layers."""
     return re.sub(r"(.*?layers\.\d+)\..*", r"\1", module)
 
 
@@ -364,14 +364,14 @@ def readable_methods() -> list[str]:
 
 
 def without_quantization(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a config for tensors in bfloat16."""
+    """Return the keys of a config for tensors in bfloat16."""
     kept = {name: value for name, value in keys.items() if name not in KEYS}
     text = kept.get("text_config")
     return {**kept, "text_config": without_quantization(text)} if isinstance(text, dict) else kept
 
 
 def quantization_settings(keys: dict[str, Any]) -> dict[str, Any] | None:
-    """The quantization that a config states; None without one."""
+    """Return the quantization in a config; None if there is none."""
     text = keys.get("text_config")
     parts = (keys, text if isinstance(text, dict) else {})
     found = (part.get(name) for part in parts for name in KEYS)

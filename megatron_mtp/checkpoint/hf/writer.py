@@ -22,9 +22,9 @@ class HFShards:
     """Safetensors files that are being written.
 
     Args:
-        folder: the folder to write to.
-        tensors: in the order of the files.
-        largest: largest size of a file in bytes, unless a single tensor is larger.
+        folder: folder to write to.
+        tensors: tensors in file order.
+        largest: maximum size of a file in bytes, unless a single tensor is larger.
         resumed: whether an interrupted run left the files.
     """
 
@@ -70,13 +70,13 @@ class HFShards:
         return zlib.crc32(view)
 
     def sync(self, names: Iterable[str]) -> None:
-        """Wait until these tensors are on the disk."""
+        """Wait until these tensors are on disk."""
         for file in {self._places[name][0] for name in names}:
             with open(file, "rb") as stream:
                 os.fsync(stream.fileno())
 
     def holds(self, checksums: dict[str, int]) -> bool:
-        """True if the files hold these tensors, given the CRC-32 of each by name."""
+        """Return whether the files contain these tensors, given the CRC-32 of each by name."""
         if not isinstance(checksums, dict) or not checksums.keys() <= self._places.keys():
             return False
         for name, checksum in checksums.items():

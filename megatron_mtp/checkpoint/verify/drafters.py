@@ -1,15 +1,15 @@
-"""Is a drafter's folder (EAGLE-3, EAGLE, DFlash, DSpark, DFlash2) the drafter of a Megatron checkpoint?
+"""Verify that a drafter's folder (EAGLE-3, EAGLE, DFlash, DSpark, DFlash2) is the drafter of a Megatron checkpoint.
 
-As for models, every tensor is converted both ways and compared bit by bit, and so are the settings of both sides. Then
-both draft on the same states of the trunk: Megatron's modules from the checkpoint, and `Reference` from the folder, in
-plain torch from its names and keys as engines read them, without the rules of the conversion. Its angles are those
-of transformers.
+As for models, every tensor is converted both ways and compared bit by bit, and the settings of both sides are compared.
+Then both draft from the same trunk states: Megatron's modules from the checkpoint, and `Reference` from the folder, in
+plain torch from its names and keys as engines read them, without the conversion rules. Its rotary angles come from
+transformers.
 
-    S = 6, K = 2    t_0 .. t_5    a drafter of one layer at every position, given the next token; a block behind t_3
+    S = 6, K = 2    t_0 .. t_5    a drafter of one layer at every position, given the next token; a block after t_3
                     reads the trunk's states of t_0 .. t_3, begins with t_4 and drafts what follows t_4 and t_5
 
 Letters: S positions, K drafts, R rows of a block, T positions that rows attend to, H hidden, X states of several layers
-side by side, N drafted tokens, V vocabulary, C channels of a head.
+side by side, N draft vocabulary, V vocabulary, C channels of a head.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ from megatron_mtp.spec.registry import Imported
 from megatron_mtp.spec.rope_scaling import yarn_factor
 
 Drafts = dict[str, Tensor]
-"""By name: the logits of drafts, [S, V] of a drafter of one layer or [K, V] of a block; DSpark's confidence."""
+"""By name: the logits of drafts, [S, V] for a drafter with one layer or [K, V] for a block; DSpark's confidence."""
 
 
 @exact_float32()
@@ -59,7 +59,7 @@ def verify_drafter(folder: Path, mcore: Path, seed: int = 0, count: str | None =
         folder: the drafter's folder.
         mcore: the checkpoint.
         seed: seed of the tokens.
-        count: what the folder's layer ids count, "outputs" or "states"; None for what their key says.
+        count: what the folder's layer ids count, "outputs" or "states"; None for the meaning of their key.
 
     Returns:
         All checks that apply.
@@ -84,7 +84,7 @@ def verify_drafter(folder: Path, mcore: Path, seed: int = 0, count: str | None =
 
 
 def _same_tensors(form: DrafterForm, folder: Path, reader: DistReader) -> Check:
-    """Compare all tensors both ways; one that the other side lacks, or has in another shape, differs."""
+    """Compare all tensors both ways; a tensor that the other side lacks, or has in another shape, differs."""
     stored, rules = HFFolder(folder), form.rules(head_key(reader))
     pieces = {piece.key: piece.shape for rule in rules for piece in rule.mcore if piece.key.startswith(DRAFTER)}
     held = {key: reader.shape(key) for key in reader.keys if key.startswith(DRAFTER)}
@@ -98,7 +98,7 @@ def _same_tensors(form: DrafterForm, folder: Path, reader: DistReader) -> Check:
 
 @torch.no_grad()
 def drafts_of_both(folder: Path, mcore: Path, layers: Sequence[int], prompt: Prompt) -> tuple[Drafts, Drafts]:
-    """Drafts of a checkpoint and of a folder on the trunk of the checkpoint, after these layers of its folder."""
+    """Return the drafts of a checkpoint and of a folder on the checkpoint's trunk, after these layers."""
     model, reference = load_model(mcore), REFERENCES[str(drafter_kind(folder))](folder)
     states: dict[int, Tensor] = {}
 
@@ -138,17 +138,17 @@ def drafts_of_both(folder: Path, mcore: Path, layers: Sequence[int], prompt: Pro
 
 
 REFERENCES: "Imported[type[Reference]]" = Imported({row.name: row.reference for row in DRAFTERS.values()})
-"""Computations of folders by kind."""
+"""Reference implementations by kind."""
 
 
 class Reference:
-    """A drafter from its folder alone, in float32.
+    """A drafter that runs from its folder alone, in float32.
 
     Attributes:
         block: rows of a block; None without blocks.
         at_once: whether it drafts K tokens in one pass.
-        latents: channels of compressed keys and values; 0 of grouped queries.
-        reads_last: whether it reads the trunk's last state, as EAGLE does, which has no norm before its head.
+        latents: channels of compressed keys and values; 0 for grouped-query attention.
+        reads_last: whether it reads the trunk's last state, as EAGLE does, which has no norm before its output layer.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -177,7 +177,7 @@ class Reference:
         self.frequencies, self.factor = rotary.inv_freq.cuda(), rotary.attention_scaling
 
     def steps(self, states_SX: Tensor, next_SH: Tensor, head_VH: Tensor) -> Drafts:
-        """The first draft of EAGLE-3 or EAGLE at every position, from the embeddings of the next tokens."""
+        """Return the first draft of EAGLE-3 or EAGLE at every position, from the embeddings of the next tokens."""
         layer = "layers.0." if "layers.0.post_attention_layernorm.weight" in self.weights else "midlayer."
         if self.reads_last:
             residual_SH = given = self.linear("fc", torch.cat([next_SH, states_SX], dim=-1))
@@ -195,7 +195,7 @@ class Reference:
         return {"logits of drafts": self.logits(linear(normed_SH, self.weights.get("lm_head.weight", head_VH)))}
 
     def drafts(self, states_SX: Tensor, tokens_S: Tensor, words_VH: Tensor, head_VH: Tensor) -> Drafts:
-        """The drafts behind the states, of which each has its token; those after them are the tokens before drafts."""
+        """Return the drafts after the states, each of which has its token; further tokens are those before drafts."""
         context, rows = len(states_SX), self.block or 0
         tokens_K = tokens_S[context:]
         feature_SH = self.norm("hidden_norm", self.linear("fc", states_SX))
@@ -216,7 +216,7 @@ class Reference:
         return self.biased(logits_KN, state_KH, tokens_K, words_VH)
 
     def biased(self, logits_KN: Tensor, state_KH: Tensor, tokens_K: Tensor, words_VH: Tensor) -> Drafts:
-        """A block's drafts, of its logits, its states after the norm, and the tokens before each draft."""
+        """Return a block's drafts from its logits, its states after the norm, and the tokens before each draft."""
         if (predecessors := self.weights.get("candidate_selector.predecessor_codebook")) is not None:
             before_KR = predecessors[tokens_K] * self.linear("candidate_selector.hidden_projection", state_KH)
             logits_KN = logits_KN + before_KR @ self.weights["candidate_selector.successor_codebook"].t()
@@ -229,13 +229,16 @@ class Reference:
         return {"logits of drafts": self.logits(logits_KN), "confidence of drafts": confidence_K}
 
     def visible(self, layer: int, position_R: Tensor, position_T: Tensor) -> Tensor:
-        """Which positions the rows of a layer attend to, [R, T]: in a window those above the row's less its width."""
+        """Return which positions the rows of a layer attend to, [R, T].
+
+        With a window, those above the row's minus its width.
+        """
         view = self.views[layer]
         visible_RT = position_T > position_R[:, None] - (view.window or len(position_T))
         return visible_RT & (position_T <= position_R[:, None]) if view.causal else visible_RT
 
     def attended(self, place: str, rows: Tensor, attends_to: Tensor, position_T: Tensor, visible: Tensor) -> Tensor:
-        """Attention of the last rows of some positions to all of them."""
+        """Return attention of the last rows of some positions to all of them."""
         if self.latents:
             return self._attended_by_latents(place, rows, position_T, visible)
         query, key, value = (
@@ -255,7 +258,7 @@ class Reference:
         return self.linear(f"{place}o_proj", made.transpose(0, 1).flatten(1))
 
     def _attended_by_latents(self, place: str, given: Tensor, position_T: Tensor, visible: Tensor) -> Tensor:
-        """Latent attention of all positions, whose keys' part with positions is one for all heads."""
+        """Compute latent attention of all positions; the rotary part of the keys is shared by all heads."""
         heads, content = self.keys["num_attention_heads"], self.keys["qk_nope_head_dim"]
         if f"{place}q_a_proj.weight" in self.weights:
             narrow = self.norm(f"{place}q_a_layernorm", self.linear(f"{place}q_a_proj", given))
@@ -274,14 +277,14 @@ class Reference:
         return self.linear(f"{place}o_proj", made.transpose(0, 1).flatten(1))
 
     def _turned(self, heads: Tensor, position_T: Tensor) -> Tensor:
-        """Heads [.., T, C] with rotary angles; each channel of the front half is turned with one of the back half."""
+        """Rotate heads [.., T, C]; each channel of the first half is paired with one of the second half."""
         angle = position_T[:, None] * self.frequencies
         cosine, sine = angle.cos() * self.factor, angle.sin() * self.factor
         front, back = heads.chunk(2, dim=-1)
         return torch.cat([front * cosine - back * sine, back * cosine + front * sine], dim=-1)
 
     def through_mlp(self, layer: str, state: Tensor) -> Tensor:
-        """States after the MLP of a layer, of those after its attention."""
+        """Return states after the MLP of a layer, from those after its attention."""
         normed = self.norm(f"{layer}post_attention_layernorm", state)
         given = self._convolved(f"{layer}mlp_conv.", normed, normed, 0)
         gate, up = self.linear(f"{layer}mlp.gate_proj", given), self.linear(f"{layer}mlp.up_proj", given)
@@ -289,7 +292,10 @@ class Reference:
         return state + self._convolved(f"{layer}mlp_conv.", normed, made, 1)
 
     def _convolved(self, place: str, normed_RH: Tensor, values_RH: Tensor, side: int) -> Tensor:
-        """DFlash2's convolution of one block, before a part (side 0) or after it; the values, where there is none."""
+        """Apply DFlash2's convolution of one block, before a part (side 0) or after it.
+
+        Return values unchanged without one.
+        """
         if (base := self.weights.get(f"{place}base_kernel")) is None:
             return values_RH
         taps, groups = base.size(1), base.size(2) // self.keys["conv_group_size"]
@@ -302,28 +308,28 @@ class Reference:
         return made_RH
 
     def logits(self, logits: Tensor) -> Tensor:
-        """Logits of drafted tokens at their ids."""
+        """Return logits of the draft vocabulary at their ids."""
         offsets = self.weights.get("d2t")
         tokens_N = None if offsets is None else offsets + torch.arange(len(offsets)).to(offsets)
         return _by_token(logits, tokens_N, self.keys["vocab_size"])
 
     def norm(self, name: str, value: Tensor) -> Tensor:
-        """The norm of this name."""
+        """Apply the norm with this name."""
         weight = self.weights[f"{name}.weight"]
         return rms_norm(value, weight.shape, weight, self.keys.get("rms_norm_eps", 1e-6))
 
     def linear(self, name: str, value: Tensor) -> Tensor:
-        """The product with the weight of this name."""
+        """Multiply by the weight with this name."""
         return linear(value, self.weights[f"{name}.weight"])
 
 
 def _in_halves(heads: Tensor) -> Tensor:
-    """Channels [.., C] that are turned in pairs, 0 with 1, 2 with 3, in the order of halves."""
+    """Reorder channels [.., C] that are rotated in pairs, 0 with 1, 2 with 3, into halves."""
     return heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def _by_token(logits: Tensor, tokens_N: Tensor | None, vocabulary: int) -> Tensor:
-    """Logits [.., V] of drafted tokens at their ids, with zeros for the others; without ids all tokens are drafted."""
+    """Return logits [.., V] of drafted tokens at their ids, zeros for others; without ids all tokens are drafted."""
     if tokens_N is None:
         return logits[:, :vocabulary]
     return logits.new_zeros(len(logits), vocabulary).index_copy_(-1, tokens_N.to(logits.device), logits)

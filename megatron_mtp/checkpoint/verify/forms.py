@@ -1,9 +1,8 @@
-"""Are a GPT checkpoint and a hybrid one the same model, at the same moment of its training?
+"""Verify that a GPT checkpoint and a hybrid one are the same model, at the same moment of its training.
 
-Tensors and the optimizer's state are compared bit by bit under the keys that they have in the other form, and so is
-what lies beside them. Keys and settings come from the rules by which the conversion wrote them, so a fault in those
-would not show there: Megatron also builds both models, each from its own arguments, and their logits and one training
-step are compared.
+Tensors, optimizer state and everything else are compared bit by bit under the keys of the other form. Keys and settings
+come from the rules of the conversion, so a fault in those would not show there. So Megatron also builds both models,
+each from its own arguments, and their logits and one training step are compared.
 """
 
 from argparse import Namespace
@@ -25,12 +24,12 @@ from megatron_mtp.megatron.checkpoint.reader import DistReader, equal_bits, shar
 from megatron_mtp.model.arguments import check_trainable
 
 TOLERANCE = 1e-6
-"""Largest difference, relative to the largest number; for one rank in float32 none was seen."""
+"""Largest difference, relative to the largest value; on one rank in float32, none was found."""
 BOTH = "Megatron's GPT and its hybrid model"
 LENGTH = 16
 RATE = 1e-3
 NUMBERS = ("iteration", "optimizer", "opt_param_scheduler")
-"""What a checkpoint stores of a run's progress beside tensors."""
+"""What a checkpoint stores about a run's progress besides tensors."""
 
 
 @exact_float32()
@@ -45,7 +44,7 @@ def verify_forms(one: Path, other: Path, seed: int = 0) -> list[Check]:
         All checks that apply.
 
     Raises:
-        ValueError: they are of the same form, one is damaged, or a GPT has no hybrid form.
+        ValueError: they have the same form, one is damaged, or a GPT has no hybrid form.
     """
     gpt, hybrid = _in_order(DistReader(one), DistReader(other))
     halves = Halves.of(_arguments(hybrid).hybrid_layer_pattern)
@@ -74,7 +73,7 @@ def _arguments(reader: DistReader) -> Namespace:
 
 
 def _in_order(one: DistReader, other: DistReader) -> tuple[DistReader, DistReader]:
-    """The GPT and the hybrid.
+    """Return the GPT and the hybrid.
 
     Raises:
         ValueError: both are the same, or Megatron cannot run one.
@@ -94,7 +93,7 @@ def _in_order(one: DistReader, other: DistReader) -> tuple[DistReader, DistReade
 def _same_tensors(
     name: str, gpt: DistReader, hybrid: DistReader, keys: Iterable[str], counterparts: Iterable[str], halves: Halves
 ) -> Check:
-    """Compare tensors bit by bit; one without a counterpart differs."""
+    """Compare tensors bit by bit; a tensor without a counterpart differs."""
     pairs = [(key, halves.hybrid_key(key)) for key in keys]
     wrong = [key for key, counterpart in pairs if not _same_bits(gpt, key, hybrid, counterpart)]
     wrong += sorted(set(counterparts) - {counterpart for _, counterpart in pairs})
@@ -112,7 +111,7 @@ def _same_bits(one: DistReader, key: str, other: DistReader, counterpart: str) -
 
 
 def _same_beside(gpt: DistReader, hybrid: DistReader) -> Iterator[Check]:
-    """Compare a run's progress, the objects that are not of a kernel, and the arguments, a GPT's as its hybrid's."""
+    """Compare a run's progress, stored objects except kernel states, and arguments; a GPT's as those of its hybrid."""
     theirs, ours = ({name: reader.common().get(name) for name in NUMBERS} for reader in (gpt, hybrid))
     wrong = [name for name in NUMBERS if not _equal(theirs[name], ours[name])]
     yield Check.none_differs("step, optimizer's settings and learning rate that differ", wrong, "the other checkpoint")
@@ -128,7 +127,7 @@ def _same_beside(gpt: DistReader, hybrid: DistReader) -> Iterator[Check]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """True if two states are equal, tensors inside them included."""
+    """Return whether two states are equal, including tensors inside them."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
     if isinstance(one, dict) and isinstance(other, dict):
@@ -139,7 +138,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def prompt_of(reader: DistReader, seed: int, length: int = LENGTH) -> Prompt:
-    """Random tokens, of the rows of the embedding that are not padding."""
+    """Return random tokens, excluding padding rows of the embedding."""
     args = _arguments(reader)
     rows = getattr(args, "vocab_size", None) or args.padded_vocab_size
     length = min(length, args.max_position_embeddings)
@@ -147,7 +146,7 @@ def prompt_of(reader: DistReader, seed: int, length: int = LENGTH) -> Prompt:
 
 
 def _same_order(gpt: LanguageModule, hybrid: LanguageModule) -> Check:
-    """True if both models have their parameters in the same order, in which buffers of the optimizer hold them."""
+    """Return whether both models order their parameters, and so the optimizer's buffers, the same way."""
     names = [  # without the layer, which has another number in the other form
         [
             ".".join(name.split(".")[-2:]).replace("final_layernorm", "final_norm")
@@ -167,7 +166,7 @@ def _same_logits(gpt: LanguageModule, hybrid: LanguageModule, prompt: Prompt) ->
 
 
 def _same_step(gpt: LanguageModule, hybrid: LanguageModule, prompt: Prompt) -> Iterator[Check]:
-    """Compare a step of AdamW: the loss of trunk and MTP layers before and after it, and the gradients."""
+    """Compare one step of AdamW: the loss of trunk and MTP layers before and after it, and the gradients."""
     (their_losses, their_gradients), (our_losses, our_gradients) = (_step(model, prompt) for model in (gpt, hybrid))
     difference = max(abs(one - other) / abs(one) for one, other in zip(their_losses, our_losses, strict=True))
     yield Check("loss of a training step and after it, difference", difference, difference <= TOLERANCE, BOTH)
@@ -177,7 +176,7 @@ def _same_step(gpt: LanguageModule, hybrid: LanguageModule, prompt: Prompt) -> I
 
 
 def _step(model: LanguageModule, prompt: Prompt) -> tuple[list[float], list[Tensor]]:
-    """The losses before and after a step, and the gradients by parameter, in the model's order."""
+    """Return the losses before and after a step, and the gradients by parameter, in the model's order."""
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=RATE)
     loss = _loss(model, prompt)
     loss.backward()
@@ -188,7 +187,7 @@ def _step(model: LanguageModule, prompt: Prompt) -> tuple[list[float], list[Tens
 
 
 def _loss(model: LanguageModule, prompt: Prompt) -> Tensor:
-    """Cross-entropy, the sum over trunk and MTP layers; a draft vocabulary has the tokens modulo its size."""
+    """Return the cross-entropy summed over trunk and MTP layers; a draft vocabulary takes tokens modulo its size."""
     losses = []
     for ahead, logits_SV in enumerate(logits_of(model, prompt).values(), start=1):
         targets_S = prompt.tokens_BS[0, ahead:] % logits_SV.size(1)

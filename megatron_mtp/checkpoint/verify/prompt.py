@@ -1,9 +1,8 @@
-"""The tokens on which two models are compared, their positions (near ones, and some far apart), and exact products.
+"""Tokens and positions (consecutive, then far apart) on which two models are compared, and exact float32 products.
 
-Attention with rotary positions depends only on distances. At the distances of a short prompt, scaled positions differ
-from unscaled ones by less than rounding. So the distances between the last tokens grow up to the model's longest
-context: a few tokens cover the whole range of distances.
-Letters: B batch (1), S positions of the sequence.
+Attention with rotary positions depends only on distances. At the distances of a short prompt, scaled and unscaled
+positions differ by less than rounding. So the distances between the last tokens grow up to the model's longest context:
+a few tokens cover the whole range of distances. Letters: B batch (1), S positions of the sequence.
 """
 
 from collections.abc import Iterator
@@ -37,11 +36,11 @@ class Prompt:
 
     @classmethod
     def of(cls, tokens_BS: Tensor) -> "Prompt":
-        """A prompt of tokens at consecutive positions."""
+        """Create a prompt of tokens at consecutive positions."""
         return cls(tokens_BS, torch.arange(tokens_BS.size(1)), tokens_BS.size(1))
 
     def stretched(self, config: HFConfig, seed: int) -> "Prompt":
-        """The tokens, then random ones at growing distances."""
+        """Return the tokens, followed by random ones at growing distances."""
         far_BS = random_tokens(config, FAR, seed + 1)
         steps_S = torch.linspace(0, 1, FAR + 1)[1:]
         positions_S = (self.near * (reach(config) / self.near) ** steps_S).long()
@@ -50,22 +49,22 @@ class Prompt:
 
 
 def random_tokens(config: HFConfig, count: int, seed: int) -> Tensor:
-    """Random ids [1, S] of the whole vocabulary."""
+    """Return random ids [1, S] from the whole vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, config.integer("vocab_size"), (1, count), generator=generator)
 
 
 def reach(config: HFConfig) -> int:
-    """The last position: the longest context in the config, within bounds."""
+    """Return the last position: the longest context in the config, within bounds."""
     return min(max(LEAST_REACH, config.integer("max_position_embeddings", default=1)), MOST_REACH)
 
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """Leave out TF32 inside, in matrix products and in cuDNN; as it was afterwards. Also a decorator.
+    """Turn off TF32 in matrix products and in cuDNN within this context, and restore it afterwards. Also a decorator.
 
-    Its 10 bits of mantissa would make comparisons of logits fail. NVIDIA's images set
-    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which only chooses what torch starts with; these settings win.
+    TF32's 10 bits of mantissa would make comparisons of logits fail. NVIDIA's images set
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which only sets torch's initial state; these settings take precedence.
     """
     products, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")  # sets torch.backends.cuda.matmul.allow_tf32 as well

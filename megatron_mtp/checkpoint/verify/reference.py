@@ -1,13 +1,13 @@
-"""Logits of a Hugging Face folder by transformers' own classes, in a separate process: the reference of conversions.
+"""Logits of a Hugging Face folder by transformers' own classes, in a separate process: the reference for conversions.
 
     python -m megatron_mtp.checkpoint.verify.reference FOLDER TOKENS OUTPUT [FOLDER TOKENS OUTPUT ...]
 
-Nothing here uses the rules of the conversion, or Megatron. The trunk is transformers' model, and the MTP layers are
-transformers' `MtpModel` behind it, which knows the tensors by DeepSeek's names; reference_forms.py has those of each
-family. A folder that lacks a tensor of transformers' class is refused.
+Nothing here uses the conversion rules or Megatron. The trunk is transformers' model, and the MTP layers run in
+transformers' `MtpModel`, which uses DeepSeek's tensor names; reference_forms.py has those of each family. A folder that
+lacks a tensor of transformers' class is rejected.
 
-TOKENS and OUTPUT are safetensors files. TOKENS holds `tokens` [1, S], `positions` [S], and whether MTP layers are
-wanted (`with depths`, a truth value). OUTPUT holds, teacher-forced, where depth d is given the token d positions later:
+TOKENS and OUTPUT are safetensors files. TOKENS has `tokens` [1, S], `positions` [S], and whether to compute MTP layers
+(`with depths`, a boolean). OUTPUT has, teacher-forced, so that depth d gets the token d positions later:
 
     trunk, depth 1 ..   logits [S, V] of the trunk, [S - D, V] of the MTP layers
 
@@ -40,7 +40,7 @@ from megatron_mtp.checkpoint.verify.reference_forms import (
 
 PLAIN: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
 SEEING = ("vision", "visual", "projector")
-"""Parts of models that read images, which the logits of text do not need."""
+"""Parts of models that process images, which are not needed for the logits of text."""
 FRAME = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
 """Parts of an MTP layer around the inner layer (`DepthForm.frame`), by the names in which `MtpModel` reads them."""
 
@@ -57,13 +57,13 @@ def main(folder: Path, tokens: Path, output: Path) -> None:
 def all_logits(
     folder: Path, tokens_BS: Tensor, positions_S: Tensor | None = None, with_depths: bool = True
 ) -> FolderTensors:
-    """Logits of the trunk and of every MTP layer, as above; float32.
+    """Return logits of the trunk and of every MTP layer, as above; float32.
 
     Args:
         folder: a Hugging Face folder.
         tokens_BS: ids [1, S].
         positions_S: positions [S] of the tokens; None for 0, 1, 2, ...
-        with_depths: whether the MTP layers are computed, which may be damaged.
+        with_depths: whether to compute the MTP layers, which may be damaged.
 
     Raises:
         ValueError: the folder lacks tensors of transformers' class.
@@ -99,13 +99,13 @@ def all_logits(
 
 
 def quieten() -> None:
-    """Silence transformers: missing tensors are raised here as an error of one sentence."""
+    """Silence transformers. Missing tensors are raised here as an error of one sentence."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
 
 def _trunk(decoder: Any, hidden_BSH: Tensor, positions_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states before and after the final norm, from the input of the first layer."""
+    """Return hidden states before and after the final norm, from the input of the first layer."""
     seen: list[Tensor] = []
     final = decoder.norm_f if hasattr(decoder, "norm_f") else decoder.norm
     hook = final.register_forward_hook(lambda _, args, out: seen.extend((args[0], out)))
@@ -118,7 +118,7 @@ def _trunk(decoder: Any, hidden_BSH: Tensor, positions_S: Tensor) -> tuple[Tenso
 
 
 def _whole(model: Any, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
-    """Logits [S, V] of a model as its class computes them, with factors of embedding and logits if it has them."""
+    """Return logits [S, V] as the model's class computes them, with its factors of embedding and logits."""
     mask_BS = torch.ones_like(tokens_BS)
     out = model(tokens_BS, position_ids=positions_S.unsqueeze(0), attention_mask=mask_BS, use_cache=False)
     logits_SV: Tensor = out.logits[0]
@@ -129,7 +129,7 @@ def _whole(model: Any, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
 
 
 def _depths(form: DepthForm, config: Any, tensors: FolderTensors) -> Iterator[FolderTensors]:
-    """The tensors of every MTP layer."""
+    """Return the tensors of every MTP layer."""
     depth = 0
     while own := depth_tensors(tensors, form, config, depth):
         yield own
@@ -137,7 +137,7 @@ def _depths(form: DepthForm, config: Any, tensors: FolderTensors) -> Iterator[Fo
 
 
 def _mtp_model(form: DepthForm, model: Any, depths: list[FolderTensors], what: str) -> Any:
-    """transformers' model of the MTP layers behind a trunk; ValueError where it lacks a tensor or has other shapes."""
+    """Return transformers' model of the MTP layers. Raise ValueError if it lacks a tensor or has other shapes."""
     text, decoder, count = model.config.get_text_config(), model.get_decoder(), len(depths)
     first, row = text.num_hidden_layers, form.row(text)
     kinds = [*text.mtp_layers_block_type] if row > 1 else ["full_attention"] * count
@@ -167,7 +167,7 @@ def _mtp_model(form: DepthForm, model: Any, depths: list[FolderTensors], what: s
 
 
 def _named(own: FolderTensors, row: int) -> Iterator[tuple[str, Tensor]]:
-    """An MTP layer's tensors by the names in `MtpModel`, without its copies of embedding and head."""
+    """Return an MTP layer's tensors by their names in `MtpModel`, without its copies of embedding and head."""
     for name, tensor in own.items():
         if name in FRAME:
             yield f"{FRAME[name]}.weight", tensor
@@ -176,7 +176,7 @@ def _named(own: FolderTensors, row: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def row_of(block: Any) -> Any:
-    """A class of several layers one after another, which an MTP layer of Nemotron-H has; `block` is that of each."""
+    """Return a class of several layers in sequence, as in an MTP layer of Nemotron-H; `block` is the class of each."""
 
     class Row(torch.nn.Module):
         def __init__(self, config: Any, depth: int) -> None:
@@ -200,7 +200,7 @@ def _class_of(config: Any) -> Any:
 
 
 def _load(kind: Any, config: Any, tensors: FolderTensors, what: str) -> Any:
-    """A model of these tensors by name; `what` names it in messages.
+    """Load a model from these tensors by name; `what` names it in messages.
 
     Raises:
         ValueError: the model has other shapes, or tensors that are absent here.

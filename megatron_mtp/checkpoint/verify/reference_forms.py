@@ -1,7 +1,7 @@
-"""Storage of each family's MTP layers, as engines load them: names, order of the halves, layers. For reference.py.
+"""How each family stores its MTP layers, as engines load them: names, order of the halves, layers. For reference.py.
 
-This repeats facts of `checkpoint/families` on purpose and shares nothing with them: a mistake in a rule must not be in
-its own proof as well.
+This deliberately repeats facts of `checkpoint/families` without sharing code: a mistake in a rule must not be in its
+own verification as well.
 
 In names, {k} is the depth from 0, and {n} the index after the trunk's layers. If an MTP layer has several layers,
 {flat} counts the layers of all MTP layers, and {first} and {last} are the first and last layer of the depth.
@@ -62,7 +62,7 @@ class DepthForm:
 
 
 def config_of(folder: Path) -> tuple[DepthForm | None, Any]:
-    """The form of a folder's family (None if unknown), and the config of the trunk's class in transformers."""
+    """Return the form of a folder's family (None if unknown), and the config of the trunk's class in transformers."""
     keys = read_json(folder / CONFIG)
     form = FORMS.get(keys["model_type"])
     if form is None or form.trunk_type is None:
@@ -79,7 +79,7 @@ _NOT_THE_TRUNKS = ("model_type", "architectures", "auto_map", "quantization_conf
 
 
 def depth_tensors(tensors: FolderTensors, form: DepthForm, config: Any, depth: int) -> FolderTensors:
-    """Tensors of the depth of this index: the parts of the frame, and `layers.0.` .. as in the trunk; empty if none."""
+    """Return tensors of this MTP layer: the parts of the frame, and `layers.0.` .. as in the trunk; empty if none."""
     row = form.row(config)
     places = {"k": depth, "n": config.num_hidden_layers + depth, "first": depth * row, "last": (depth + 1) * row - 1}
     frame = {part: name.format(**places) for part, name in form.frame.items()}
@@ -121,12 +121,12 @@ def _is_packed(tensor: Tensor) -> bool:
 
 
 def _factors(scale: Tensor) -> Tensor:
-    """Scales in float32; a byte b is 2 ** (b - 127)."""
+    """Return scales in float32; a byte b is 2 ** (b - 127)."""
     return torch.exp2(scale.double() - 127).float() if scale.dtype == torch.uint8 else scale.float()
 
 
 def _dequantized(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """Values times a scale of the tensor, of each row, of each block, or (MXFP8) of 32 numbers; bfloat16."""
+    """Return values times the scale of the tensor, each row, each block, or (MXFP8) 32 numbers; bfloat16."""
     if scale.shape == (*weight.shape[:-1], weight.size(-1) // 32):
         block = (1, 32)
     if scale.shape == weight.shape[:-1]:
@@ -141,13 +141,16 @@ def _under(prefix: str, **parts: str) -> dict[str, str]:
 
 
 def _without_limit(config: Any) -> Any:
-    """Time steps may be any number above 0, as in the published code; transformers' class takes this one as a limit."""
+    """Remove the limit of time steps, as in the published code; transformers' class reads this value as a limit."""
     config.time_step_min = 1e-30
     return config
 
 
 def _as_glm(config: Any, tensors: FolderTensors) -> FolderTensors:
-    """Bailing-MoE V2 computes the same as GLM-4 MoE; its fused projection has all queries first."""
+    """Return Bailing-MoE V2's tensors as GLM-4 MoE's, which computes the same.
+
+    The fused projection has queries first.
+    """
     width = config.head_dim
     rows = [config.num_attention_heads * width, *[config.num_key_value_heads * width] * 2]
     out: FolderTensors = {}
@@ -186,7 +189,7 @@ _SARVAM_ABSENT = {"head_dim": 64, "use_qk_norm": True, "partial_rotary_factor": 
 
 
 def _alone(prefixes: dict[str, str]) -> Callable[[Any, FolderTensors], FolderTensors]:
-    """The tensors of the text model alone, by its own names: prefixes in the whole model, and alone."""
+    """Return the text model's tensors under its own names; the prefixes are those in the whole model, and alone."""
 
     def named(config: Any, tensors: FolderTensors) -> FolderTensors:
         found = {name: next((theirs for theirs in prefixes if name.startswith(theirs)), None) for name in tensors}
@@ -196,7 +199,10 @@ def _alone(prefixes: dict[str, str]) -> Callable[[Any, FolderTensors], FolderTen
 
 
 def _stacked(config: Any, tensors: FolderTensors) -> FolderTensors:
-    """Experts of the depth as transformers' class holds them, in two tensors: published folders may have each apart."""
+    """Stack the depth's experts into two tensors, as in transformers' class.
+
+    Published folders may store each expert.
+    """
     experts: dict[str, dict[int, Tensor]] = {"gate": {}, "up": {}, "down": {}}
     out = dict(tensors)
     for name in tensors:
@@ -287,13 +293,13 @@ FORMS: Registry[DepthForm] = Registry("megatron_mtp.reference_forms", _OWN)
 
 
 def whole_config(folder: Path) -> dict[str, Any]:
-    """Every key that may change the logits of text, nested keys as `outer.inner`.
+    """Return every key that may change the logits of text, nested keys as `outer.inner`.
 
-    Keys that transformers' class does not know are left out. Without a class for the `model_type`, these are the keys
-    of the file alone.
+    Keys that transformers' class does not know are left out. Without a class for the `model_type`, only the file's keys
+    are returned.
 
     Args:
-        folder: a folder with a `config.json`.
+        folder: folder with a `config.json`.
     """
     try:
         config = config_of(folder)[1]
@@ -305,7 +311,7 @@ def whole_config(folder: Path) -> dict[str, Any]:
 
 
 def unknown_keys(folder: Path) -> dict[str, Any]:
-    """The keys of a folder's config that transformers' class does not know; none where it has no class."""
+    """Return the keys of a folder's config that transformers' class does not know; empty if there is no class."""
     try:
         config = config_of(folder)[1]
         keys = config.to_dict()
@@ -315,7 +321,7 @@ def unknown_keys(folder: Path) -> dict[str, Any]:
 
 
 def _unknown(config: Any, keys: dict[str, Any]) -> set[str]:
-    """Names that neither the class nor an engine reads: counts of MTP layers and rotary settings stand elsewhere."""
+    """Return names that neither the class nor an engine reads, except MTP layer counts and rotary settings."""
     try:
         known = type(config)().to_dict()
     except Exception:  # a class without defaults

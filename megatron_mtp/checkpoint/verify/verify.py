@@ -1,6 +1,6 @@
-"""Is a Megatron checkpoint the same model as a Hugging Face folder? Each check names who computed the other side.
+"""Verify that a Megatron checkpoint and a Hugging Face folder are the same model. Each check names its reference.
 
-First every tensor is converted both ways and compared bit by bit, and the settings of both sides are compared. That
+First, every tensor is converted both ways and compared bit by bit, and the settings of both sides are compared. That
 would not find a fault in the rules, which both ways share. So Megatron runs the checkpoint, transformers runs the
 folder (reference.py, in a separate process), and the logits of the trunk and of every MTP layer are compared. If
 Megatron cannot run the model, the result lists a check that was not made.
@@ -42,13 +42,12 @@ Measured: at most 5e-6 for the families of the tests, 3e-6 for SmolLM2-135M, and
 epsilon of 1e-5, because transformers has 1e-6 in some of its norms.
 """
 ROUNDINGS, MOST_ROUNDING = 8, 1e-2
-"""Some models enlarge rounding: norms of recurrent layers divide states that can be small, routers choose by them, and
-single positions of SmolLM2-135M have large activations.
-
-So where logits differ by more than the tolerance, the model also runs with the last bit of its embedding changed. They
-may differ by this many times what that moves them, but by no more than this part of the largest logit. Measured: with
-38 random models of Qwen3-Next, Qwen3.5 and Nemotron-H, Megatron and transformers differ by at most 3.9 times as much;
-with SmolLM2-135M by 2.0e-3 at one random token, where the last bit moves 1.8e-3.
+"""Some models amplify rounding: norms of recurrent layers divide by states that can be small, routers choose by them,
+and single positions of SmolLM2-135M have large activations. So if logits differ by more than the tolerance, the model
+also runs with the last bit of its embedding changed. Logits may differ by this many times the effect of that change,
+but by no more than this fraction of the largest logit. Measured: with 38 random models of Qwen3-Next, Qwen3.5 and
+Nemotron-H, Megatron and transformers differ by at most 3.9 times as much; with SmolLM2-135M by 2.0e-3 at one random
+token, where the last bit changes 1.8e-3.
 """
 
 
@@ -60,7 +59,7 @@ class Check:
         name: what was compared.
         figure: the result: a number of tensors, a difference or a rate.
         ok: whether the check passed; False if it was not made.
-        witness: what the other side is computed by, or why the check was not made.
+        witness: the reference for the other side, or why the check was not made.
         made: whether the check was made.
     """
 
@@ -72,19 +71,19 @@ class Check:
 
     @classmethod
     def close(cls, name: str, ours: Tensor, theirs: Tensor, witness: str, tolerance: float = TOLERANCE) -> "Check":
-        """The largest difference, which must be within the tolerance, relative to the largest number or to 1."""
+        """Check that the largest difference is within the tolerance, relative to the largest value or to 1."""
         difference = (ours - theirs).abs().max().item()
         ok = difference <= tolerance * max(1.0, theirs.abs().max().item())
         return cls(f"{name}, largest difference", difference, ok, witness)
 
     @classmethod
     def none_differs(cls, name: str, wrong: Sequence[str], witness: str) -> "Check":
-        """The number of things that differ; the first one is named."""
+        """Count the things that differ, and name the first one."""
         return cls(name, len(wrong), not wrong, "; ".join([witness, *wrong[:1]]))
 
     @classmethod
     def not_made(cls, what: str, reason: str) -> "Check":
-        """A check that could not be made."""
+        """Return a check that could not be made."""
         return cls(f"{what} not compared", 0, False, reason, made=False)
 
 
@@ -123,7 +122,7 @@ def verify(
 
 
 def _model_of(hf: Path, reader: DistReader) -> HFModel:
-    """The folder's model; its trunk alone if the checkpoint was imported so and has had no MTP layers since."""
+    """Return the folder's model; only its trunk if the checkpoint was imported that way and has no MTP layers since."""
     alone = kept_origin(reader.home / HF_FILES).get(TRUNK_ONLY) is True and not StoredDepths.of(reader.keys).layers
     return HFModel.read(hf, trunk_only=alone).beside(reader)
 
@@ -132,7 +131,7 @@ def _model_of(hf: Path, reader: DistReader) -> HFModel:
 def same_logits(
     hf: Path, mcore: Path, text: Path | None = None, length: int = 16, seed: int = 0, trust_remote_code: bool = False
 ) -> list[Check]:
-    """Compare the logits of a folder with those of a checkpoint; arguments and errors as of `verify`."""
+    """Compare the logits of a folder with those of a checkpoint; arguments and errors as in `verify`."""
     reader = DistReader(mcore)
     model = _model_of(hf, reader)
     flags, reason = flags_of(model)
@@ -164,7 +163,7 @@ def _runs(reader: DistReader) -> bool:
 
 
 def _same_settings(model: HFModel, reader: DistReader) -> list[Check]:
-    """Compare the folder's config with the checkpoint's arguments or kept config; no check if it has neither."""
+    """Compare the folder's config with the checkpoint's arguments or kept config; skip the check if it has neither."""
     from megatron_mtp.checkpoint.verify.reference_forms import whole_config
 
     (flags, reason), runs = flags_of(model), _runs(reader)
@@ -183,7 +182,7 @@ def _same_settings(model: HFModel, reader: DistReader) -> list[Check]:
 
 
 def rounding(mcore: Path, prompt: Prompt, ours: dict[str, Tensor]) -> dict[str, float]:
-    """By name, how far the last bit of the embedding moves `ours`, the logits of a checkpoint."""
+    """Return, by name, how far the last bit of the embedding moves `ours`, the logits of a checkpoint."""
     moved = megatron_logits(mcore, prompt, nudged=True)
     return {name: (moved[name] - ours[name]).abs().max().item() for name in ours}
 
@@ -198,8 +197,8 @@ def compare(
     Args:
         theirs: logits by transformers, by name.
         ours: logits by Megatron, by name.
-        rounding: tells how far the last bit of the embedding moves the logits, by name, and is asked where they differ;
-            None to allow nothing for it.
+        rounding: function that returns how far the last bit of the embedding moves the logits, by name; called if they
+            differ. None for no tolerance of this kind.
     """
     names = ["trunk", *sorted(name for name in theirs if name.startswith("depth "))]
     ours = {name: ours[name][: len(theirs[name]), : theirs[name].size(1)] for name in names}  # without padding
@@ -220,7 +219,7 @@ def compare(
 
 
 def acceptance(logits: dict[str, Tensor], depth: int = 1) -> float:
-    """Acceptance: the part of positions where an MTP layer's most likely token is the trunk's at its own position."""
+    """Return the acceptance: the fraction of positions where an MTP layer's most likely token is the trunk's."""
     drafts_S = logits[f"depth {depth}"].argmax(-1)
     targets_S = logits["trunk"][depth : depth + drafts_S.size(0)].argmax(-1)
     count = min(drafts_S.size(0), targets_S.size(0))
@@ -228,7 +227,7 @@ def acceptance(logits: dict[str, Tensor], depth: int = 1) -> float:
 
 
 def round_trip(rules: list[Rule], folder: HFFolder, reader: DistReader) -> Check:
-    """Convert every tensor of a folder and of a checkpoint to the form of the other side, and compare bit by bit."""
+    """Convert every tensor of a folder and of a checkpoint to the other side's form, and compare bit by bit."""
     wrong = [rule for rule in rules if not _same_both_ways(rule, folder, reader)]
     count = sum(len(rule.hf) for rule in rules) - sum(len(rule.hf) for rule in wrong)
     first = "".join(f"; first that differs: {[*names, *keys][0]}" for names, keys in map(sides, wrong[:1]))
@@ -253,7 +252,7 @@ def _same_numbers(one: Tensor, other: Tensor) -> bool:
 
 
 def _text_tokens(folder: Path, text: Path, length: int, trust_remote_code: bool) -> Tensor:
-    """The first tokens [1, S] of a text, by the tokenizer of a folder; raises ValueError for less than 2."""
+    """Return the first tokens [1, S] of a text, by a folder's tokenizer. Raise ValueError for fewer than 2."""
     tokens = read_tokenizer(folder, trust_remote_code)(text.read_text(encoding="utf-8"))["input_ids"][:length]
     if len(tokens) < 2:
         raise ValueError(f"--text: {text} makes {len(tokens)} token(s); give a longer text.")
@@ -261,12 +260,12 @@ def _text_tokens(folder: Path, text: Path, length: int, trust_remote_code: bool)
 
 
 def _perplexity(logits_SV: Tensor, tokens_S: Tensor) -> float:
-    """exp of the mean cross-entropy of all tokens [S] except the first, from logits [S, V]."""
+    """Return exp of the mean cross-entropy of all tokens [S] except the first, from logits [S, V]."""
     return torch.nn.functional.cross_entropy(logits_SV[:-1].double(), tokens_S[1:]).exp().item()
 
 
 def reference_logits(folder: Path, prompt: Prompt, with_depths: bool = True) -> dict[str, Tensor]:
-    """Logits of a folder by transformers, in a process without Megatron; names as in reference.py.
+    """Return logits of a folder by transformers, in a process without Megatron; names as in reference.py.
 
     Raises:
         ValueError: transformers cannot run the folder.
@@ -275,7 +274,7 @@ def reference_logits(folder: Path, prompt: Prompt, with_depths: bool = True) -> 
 
 
 def all_reference_logits(folders: list[Path], prompt: Prompt, with_depths: bool = True) -> list[dict[str, Tensor]]:
-    """`reference_logits` of several folders in one process, since starting it takes longer than computing."""
+    """Run `reference_logits` for several folders in one process, because starting it takes longer than computing."""
     with tempfile.TemporaryDirectory() as scratch:
         tokens = Path(scratch) / "tokens.safetensors"
         outputs = [Path(scratch) / f"{index}.safetensors" for index in range(len(folders))]
@@ -313,7 +312,7 @@ def megatron_logits(folder: Path, prompt: Prompt, nudged: bool = False) -> dict[
 
 
 def trunk_and_depths(stage: Any) -> dict[str, Tensor]:
-    """Logits of the last stage, each [S, V]."""
+    """Return logits of the last stage, each [S, V]."""
     states = {"trunk": stage.hidden_SBH}
     for drafted in stage.drafted:
         states |= {f"depth {depth}": state_SBH for depth, state_SBH in enumerate(drafted.hidden, start=1)}
@@ -323,7 +322,10 @@ def trunk_and_depths(stage: Any) -> dict[str, Tensor]:
 def logits_of(
     model: Any, prompt: Prompt, read: Callable[[Any], dict[str, Tensor]] = trunk_and_depths
 ) -> dict[str, Tensor]:
-    """Result of `read` on the last stage of a model of Megatron; logits of trunk and MTP layers as in reference.py."""
+    """Return the result of `read` on the last stage of a Megatron model.
+
+    Logits of trunk and MTP layers as in reference.py.
+    """
     from megatron_mtp.data.batch import depth_batch
 
     depths = model.config.mtp_num_layers or 0

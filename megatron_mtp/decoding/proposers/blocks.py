@@ -1,14 +1,14 @@
 """Drafting with block drafters (model/block_drafter.py): a block of tokens in one pass.
 
-The features of the tokens before t_m are the context: their keys and values are kept at their own slots, as they come.
-The block's rows stand behind them and see one another; the next round's features overwrite them:
+The features of the tokens before t_m are the context: their keys and values are stored in their own slots as they
+arrive. The block's rows come after them and attend to each other; the next round's features overwrite them:
 
     m = 3, K = 2        slots  0   1   2   3     4     5            then, with both drafts accepted (m = 6)
     DFlash                     f_0 f_1 f_2 t_3   mask  mask                f_0 f_1 f_2 f_3 f_4 f_5 t_6  mask  mask
     DSpark                     f_0 f_1 f_2 t_3   mask                      f_0 f_1 f_2 f_3 f_4 f_5 t_6  mask
 
-So the caches are those of a fresh prefill after any accepted path. Letters in names: B batch, K drafts, R rows of a
-block, S the same as Megatron has them, H hidden, M rank of the bias, V vocabulary.
+So the caches match those of a fresh prefill after any accepted path. Letters in names: B batch, K drafts, R rows of a
+block, S the same in Megatron's order, H hidden, M rank of the bias, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Blocks(OneCache):
-    """K drafts by the last rows of a block, each by its own logits."""
+    """Drafts K tokens with the last rows of a block, each from its own logits."""
 
     recordable = True
     at_once = True
@@ -49,7 +49,7 @@ class Blocks(OneCache):
         self._keep_context(sequences)
 
     def block(self, sequences: "Sequences", count: int) -> Tensor:
-        """States [K, B, H] of the rows that draft, before the norm."""
+        """Return states [K, B, H] of the rows that draft, before the norm."""
         self._keep_context(sequences)
         newest_B1, drafter = sequences.tokens_at(sequences.newest_B, 1), self.runner.attached.drafter
         assert drafter is not None
@@ -70,10 +70,10 @@ class Blocks(OneCache):
 
 
 class LeftToRight(Blocks, ABC):
-    """Drafts one by one: a draft gives the next one's logits a bias."""
+    """Drafts tokens one by one: each token adds a bias to the next one's logits."""
 
     def in_turn(self, sequences: "Sequences", round: Round, count: int) -> tuple[Draft, Tensor]:
-        """The drafts, and for each the state after the norm beside what the token before gives it, [K, B, H + M]."""
+        """Return the drafts, and each state after the norm with the previous token's bias features, [K, B, H + M]."""
         state_KBH = self.block(sequences, count)
         logits_BKV, token_B = self.runner.draft_logits(state_KBH), sequences.tokens_at(sequences.newest_B, 1)[:, 0]
         memory, picked, read = None, [], list[Tensor]()
@@ -85,14 +85,14 @@ class LeftToRight(Blocks, ABC):
         return chain_of(picked), torch.stack(read)
 
     def before(self, state_BH: Tensor, token_B: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What the token before a draft gives its bias [B, M], and what is kept for the next draft's.
+        """Return the previous token's bias features [B, M], and the memory for the next draft.
 
         Args:
-            memory: what the draft before has kept; None for the first draft.
+            memory: memory returned for the previous draft; None for the first one.
         """
         made: Tensor = self.runner.model.mtp.layer.before(state_BH, token_B)
         return made, None
 
     @abstractmethod
     def biased(self, logits_BV: Tensor, before_BM: Tensor) -> Tensor:
-        """The logits that a draft is picked by."""
+        """Return the logits that a draft token is chosen from."""

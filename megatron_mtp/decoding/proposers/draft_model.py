@@ -1,7 +1,7 @@
-"""Drafting with a separate, smaller model over the same vocabulary: a chain, the likeliest of a beam, or a tree.
+"""Drafting with a separate, smaller model with the same vocabulary: a chain, the best of a beam, or a tree.
 
-It has rows 0 .. m in its own cache when it drafts t_{m+1}. A round begins with the rows of what the sequence has gained
-and the one before, which is missing where all drafts were accepted.
+It has rows 0 .. m in its own cache when it drafts t_{m+1}. A round begins with the rows of the newly accepted tokens,
+plus the row before them, which is missing if all drafts were accepted.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SmallModelSettings(Settings):
-    """The small model's folder."""
+    """Folder of the small model."""
 
     model: str | None = setting(None, "the draft model's checkpoint folder; required")
 
@@ -38,7 +38,7 @@ class SmallModelSettings(Settings):
 
 @dataclass(frozen=True)
 class DraftModelSettings(SmallModelSettings):
-    """The small model, and how many of its chains grow side by side."""
+    """The small model, and the number of chains in its beam."""
 
     beam_width: int = setting(1, "W, chains that grow side by side, of which the likeliest is the draft", 1, 64)
 
@@ -49,11 +49,11 @@ class DraftModelTreeSettings(TreeSettings, SmallModelSettings):
 
 
 class SmallModel(Grower):
-    """`drafter` is the small model; it drafts without any state of the target.
+    """Base class of methods with a small model, `drafter`, which drafts without any state of the target.
 
     Raises:
-        ValueError: the small model is missing, or has other tokens, more or fewer, or fewer positions than the target;
-            or its rows would branch, and it has recurrent layers.
+        ValueError: the small model is missing, has a different vocabulary or fewer positions than the target, or has
+            recurrent layers although its rows would branch.
     """
 
     depths = None
@@ -90,7 +90,7 @@ class SmallModel(Grower):
 
     @override
     def newest(self, sequences: "Sequences") -> Tensor:
-        """Drafts also at positions beyond those that the small model was trained for."""
+        """Draft even at positions beyond those that the small model was trained for."""
         cache = sequences.memory.drafter
         assert cache is not None
         width = sequences.growth_since(self.own) + 1
@@ -113,10 +113,10 @@ class SmallModel(Grower):
 
 
 class DraftModel(SmallModel, Beam):
-    """A chain, as it is sampled or the likeliest of a beam.
+    """Drafts a sampled chain, or the most likely chain of a beam.
 
     Raises:
-        ValueError: a beam is to stop where the small model is unsure.
+        ValueError: a beam is combined with early stopping where the small model is unsure.
     """
 
     line = "a small checkpoint of the same vocabulary"
@@ -155,14 +155,14 @@ class DraftModel(SmallModel, Beam):
 
 
 class DraftModelTree(SmallModel, Tree):
-    """A tree: several candidates a position."""
+    """Drafts a tree with several candidates per position."""
 
     line = "a tree grown with a small checkpoint of the same vocabulary"
     settings_kind = DraftModelTreeSettings
 
 
 def _check_fit(drafter: "Runner", runner: "Runner") -> None:
-    """Raises ValueError for a small model that does not have the target's tokens and positions."""
+    """Raise ValueError for a small model without the target's tokens and positions."""
     if drafter.vocab_size != runner.vocab_size:
         raise ValueError(
             f"the draft model has a vocabulary of {drafter.vocab_size} tokens and the target one of "

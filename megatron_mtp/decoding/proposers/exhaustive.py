@@ -1,4 +1,4 @@
-"""Every sequence of K tokens as a draft, for vocabularies of a few tokens: the reference of joint decoding.
+"""Drafts every sequence of K tokens, for tiny vocabularies: the reference for joint decoding.
 
 Letters in names: B batch, N drafted nodes, K tokens of a sequence, V vocabulary.
 """
@@ -20,7 +20,7 @@ class Exhaustive(Proposer):
     """A tree of V + V^2 + .. + V^K nodes, level by level; V = 2, K = 2: a b, then aa ab ba bb.
 
     Raises:
-        ValueError: the vocabulary alone has more tokens than a tree may have nodes.
+        ValueError: the vocabulary has more tokens than a tree may have nodes.
     """
 
     line = "every sequence of K tokens, of a vocabulary of a few"

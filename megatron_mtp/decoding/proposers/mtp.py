@@ -1,14 +1,14 @@
-"""Drafting with the modules as trained (`mtp`), and with other ways to feed them.
+"""Drafting with MTP layers exactly as trained (`mtp`), and with other feeding rules.
 
-With t_m the newest token, depth d drafts t_{m+d} at row m - 1, from the embedding of t_{m-1+d} (which the depth before
-drafted) and h_{d-1} of that row. Row i of depth d is final once t_{i+d} is known. So its last d - 1 rows were made
-from drafts, and are run again in the next round:
+With t_m the newest token, depth d drafts t_{m+d} at row m - 1, from the embedding of t_{m-1+d} (drafted by the previous
+depth) and h_{d-1} of that row. Row i of depth d is final once t_{i+d} is known. So its last d - 1 rows were computed
+from drafts and are recomputed in the next round:
 
     D = 2, known t_0 .. t_5 (m = 5)     depth 1, rows .. 4: embeds t_1 .. t_5              drafts x_1 = t_6
                                         depth 2, rows .. 3: embeds t_2 .. t_5, final
                                                  row  4:    embeds x_1, provisional        drafts x_2 = t_7
 
-Letters in names: S rows of a forward, B batch, H hidden, K drafted tokens, V vocabulary.
+Letters in names: S rows of a forward pass, B batch, H hidden, K draft tokens, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class OneCache(Proposer):
-    """A drafter whose rows are all in one cache, which may fall behind the sequences.
+    """A drafter with a single cache, which may fall behind the sequences.
 
     Attributes:
-        own: the number of its cache.
+        own: number of its cache.
     """
 
     own: ClassVar[int] = 0
@@ -43,7 +43,7 @@ class OneCache(Proposer):
 
 
 class Vanilla(Proposer):
-    """The exact recursion of training: D modules in turn, one cache each."""
+    """The exact recursion of training: D MTP layers in sequence, one cache each."""
 
     line = "the D modules in turn, exactly as trained; K is at most D"
     depths: ClassVar[HeadKind] = "sequential"
@@ -77,35 +77,35 @@ class Vanilla(Proposer):
         return draft
 
     def _run(self, count: int) -> int:
-        """Depths that run in a draft: with states all, as one that falls behind needs rows that others cannot rerun."""
+        """Return how many depths run in a draft: all, if they have states, because skipped rows cannot be rerun."""
         return self.runner.depths if count and self.runner.recurrent_depths else count
 
     def _width(self, sequences: "Sequences", run: int) -> int:
-        """Rows that each of the first depths has to run."""
+        """Return how many rows each of the first depths runs."""
         return max(sequences.growth_since(depth) + depth for depth in range(run))
 
     def _over(self, first: int, rows: int, run: int) -> list[Pass]:
-        """Passes of the first depths over these rows."""
+        """Run the first depths over these rows."""
         trunk = [depth == 1 or not self.runner.sequential for depth in range(1, run + 1)]
         return [Pass(depth, first, rows, depth, one) for depth, one in enumerate(trunk, start=1)]
 
 
 class ParallelHeads(Vanilla):
-    """Heads that all read the trunk's state (Gloeckle et al., arXiv:2404.19737); run as `Vanilla` runs its modules."""
+    """Heads that all read the trunk's state (Gloeckle et al., arXiv:2404.19737), run like the layers of `Vanilla`."""
 
     line = "the heads of `--mtp-architecture parallel`"
     depths = "parallel"
 
 
 class OneLayer(OneCache):
-    """One MTP layer or drafter, which runs the rows whose trunk states are new before it drafts."""
+    """One MTP layer or drafter, which first runs the rows with new trunk states and then drafts."""
 
     runner: "Runner"
     depths: ClassVar[HeadKind | None] = "sequential"
     recordable = True
 
     def new_rows(self, sequences: "Sequences") -> Pass:
-        """The rows whose trunk states are new: the last chunk of them, and those before it are run."""
+        """Run the rows with new trunk states, and return the last chunk of them."""
         width = sequences.growth_since(self.own)
         sequences.mark_seen(self.own)
         for first, rows, is_last in windows(sequences, width):
@@ -117,10 +117,10 @@ class OneLayer(OneCache):
 
 
 class ReusedLayer(OneLayer):
-    """The first module reused for any K: its own last state and the token just drafted make its next row.
+    """Reuses the first MTP layer for any K: its last state and the token just drafted form the next row.
 
-    Provisional rows are overwritten in the next round, by rows with the trunk's states. Those of a layer that was
-    trained without a chain (`--mtp-repeated-layer-first-pass-kv`) are not kept, and do not see one another.
+    Provisional rows are overwritten in the next round by rows with the trunk's states. Rows of a layer that was trained
+    without a chain (`--mtp-repeated-layer-first-pass-kv`) are not kept and do not attend to each other.
     """
 
     line = "the first module reused on its own states, any K"
@@ -138,13 +138,13 @@ class ReusedLayer(OneLayer):
         return draft
 
     def _after(self, new: Pass, count: int) -> list[Pass]:
-        """The pass over new rows, and those that draft further tokens."""
+        """Run the pass over new rows, and the passes that draft further tokens."""
         later = [Pass(1, place, 1, 1, False, self.runner.has_chain) for place in range(count - 1)]
         return [new, *later][:count]
 
 
 def in_turn(runner: "Runner", sequences: "Sequences", passes: list[Pass], round: Round, count: int) -> Draft | None:
-    """Run MTP layers in turn; the first `count` of them draft after their last row. None where none does."""
+    """Run MTP layers in sequence; the first `count` of them draft after their last row. Return None if none drafts."""
     if count and round.sampling.greedy and (at_once_BN := runner.backend.draft(sequences, passes)) is not None:
         return Draft(at_once_BN if count == len(passes) else at_once_BN[:, :count])
     picked, states_SBH = [], None
@@ -158,7 +158,7 @@ def in_turn(runner: "Runner", sequences: "Sequences", passes: list[Pass], round:
 
 
 def run(runner: "Runner", one: MTPRows, before_SBH: Tensor | None = None) -> Tensor:
-    """States [S, B, H] of the rows; `before_SBH` are those of the pass before."""
+    """Return states [S, B, H] of the rows; `before_SBH` are those of the previous pass."""
     given_SBH = one.given_SBH
     if given_SBH is None:
         assert before_SBH is not None
@@ -167,7 +167,7 @@ def run(runner: "Runner", one: MTPRows, before_SBH: Tensor | None = None) -> Ten
 
 
 def windows(sequences: "Sequences", width: int, end: int = 0) -> Iterator[tuple[int, int, bool]]:
-    """The `width` rows before row m + `end` in chunks: first row less m, number of rows, and whether they are the last.
+    """Split the `width` rows before row m + `end` into chunks: first row minus m, number of rows, whether it is last.
 
     Rows before row 0 are padding. In several chunks they are left out where no sequence has a row: the first chunk
     could be padding alone, of a new prompt of 513 tokens for example, and a module cannot run 0 rows.
@@ -180,19 +180,19 @@ def windows(sequences: "Sequences", width: int, end: int = 0) -> Iterator[tuple[
 
 
 def chain_of(picked: list[tuple[Tensor, Tensor | None]]) -> Draft:
-    """A chain of tokens [B] with, if they were sampled, their q [B, V]."""
+    """Return a chain of tokens [B] with, if they were sampled, their q [B, V]."""
     tokens_BN = torch.stack([token_B for token_B, _ in picked], dim=1)
     probs = [q_BV for _, q_BV in picked if q_BV is not None]
     return Draft(tokens_BN, torch.stack(probs, dim=1) if probs else None)
 
 
 def chain_at_once(logits_BKV: Tensor, round: Round) -> Draft:
-    """A chain whose tokens do not depend on one another, each by its own logits."""
+    """Return a chain whose tokens do not depend on each other, each from its own logits."""
     return chain_of([pick(logits_BKV[:, place], round, place) for place in range(logits_BKV.size(1))])
 
 
 def pick(logits_BV: Tensor, round: Round, position: int) -> tuple[Tensor, Tensor | None]:
-    """The drafted token [B] at a position of the draft, and the q [B, V] that it was sampled from; greedy has none."""
+    """Choose the draft token [B] at a position, and return the q [B, V] that it was sampled from; None if greedy."""
     if round.sampling.greedy:
         return logits_BV.argmax(dim=-1), None
     q_BV = round.sampling.probabilities(logits_BV)

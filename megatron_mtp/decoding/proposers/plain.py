@@ -1,4 +1,4 @@
-"""Plain decoding, as a proposer that drafts nothing."""
+"""Plain decoding: a proposer that drafts nothing."""
 
 from typing import override
 
@@ -7,7 +7,7 @@ from megatron_mtp.decoding.proposers.proposer import Proposer, Sequences
 
 
 class Plain(Proposer):
-    """Plain decoding: nothing is drafted, and every forward of the trunk gives one token."""
+    """Plain decoding: every forward pass of the trunk gives one token."""
 
     line = "nothing: one token a forward"
     limit = "since it is plain decoding"

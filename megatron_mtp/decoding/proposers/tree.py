@@ -1,9 +1,9 @@
-"""Trees and beams of drafts, grown with the first MTP module as `ReusedLayer` reuses it, or with a small model.
+"""Draft trees and beams, grown with the first MTP layer, reused as in `ReusedLayer`, or with a small model.
 
-Level 1 are candidates for the token after t_m, from the row m - 1 of the module, or the row m of a small model. A node
-to be continued becomes a row of its own: its token and, for a module, the state of the row that drafted it. All rows of
-a level run in one forward, in slots after the committed ones, and see the committed rows and their own ancestors. Where
-few shapes are wanted, a level with fewer rows than the largest one is padded:
+Level 1 consists of candidates for the token after t_m, from row m - 1 of the MTP layer or row m of a small model. A
+node that is continued becomes a row: its token and, for an MTP layer, the state of the row that drafted it. All rows of
+a level run in one forward pass, in slots after the committed ones, and attend to the committed rows and their own
+ancestors. Where few shapes are preferred, levels with fewer rows than the largest one are padded:
 
     slot      ..  m-1   m    m+1   m+2          two nodes of level 1 at slots m and m + 1, and at m + 2 a child of the
     sees           -    -     -    m            first, which does not see the second; a small model's are one slot later
@@ -32,19 +32,19 @@ DEFAULT_TREE = (4, 2)
 """4 + 8 nodes: 13 rows with t_m's."""
 
 MOST_NODES = 255
-"""Most nodes of a tree: what is scored and walked through in every step grows with their square."""
+"""Maximum number of nodes of a tree; the work of every step grows with their square."""
 
 
 @dataclass(frozen=True)
 class BeamSettings(Settings):
-    """Number of chains that grow side by side."""
+    """Width of the beam."""
 
     beam_width: int = setting(4, "W, chains that grow side by side", 1, 64)
 
 
 @dataclass(frozen=True)
 class TreeSettings(BeamSettings):
-    """A tree of fixed shape, or one that is chosen anew in every step."""
+    """Shape of a static tree, or size of a dynamic one."""
 
     tree: tuple[int, ...] | None = setting(None, "candidates a row, level by level; [4, 2] if left out")
     tree_nodes: int | None = setting(
@@ -66,14 +66,14 @@ class TreeSettings(BeamSettings):
 
 @dataclass(frozen=True)
 class Level:
-    """The candidates of one level, F * C of them, those of one row side by side.
+    """The F * C candidates of one level; those of one row are adjacent.
 
     Attributes:
-        tokens_BN: their tokens.
-        scores_BN: sum of log q along the path, float64; -inf for one that repeats a sibling.
-        rows_BN: among the rows of the level above, the one that each continues.
-        probs_BFV: q of the rows of the level above.
-        taken_BF: among the level above's candidates, those that the rows are; None for level 1, whose row is t_m's.
+        tokens_BN: candidate tokens.
+        scores_BN: sum of log q along the path, float64; -inf for a duplicate of a sibling.
+        rows_BN: row of the previous level that each candidate continues.
+        probs_BFV: q of the rows of the previous level.
+        taken_BF: which candidates of the previous level these rows are; None for level 1, whose row is t_m's.
     """
 
     tokens_BN: Tensor
@@ -84,10 +84,10 @@ class Level:
 
 
 class Grower(OneLayer):
-    """Level by level: run rows, choose their candidates, choose which of these to continue.
+    """Grows a tree level by level: run rows, choose their candidates, choose which of these to continue.
 
     Attributes:
-        past: rows that the drafter has run from t_m's on: 0 of a module, whose row m is of level 1.
+        past: number of rows from t_m on that the drafter has run: 0 for an MTP layer, whose row m belongs to level 1.
     """
 
     settings: BeamSettings
@@ -95,40 +95,40 @@ class Grower(OneLayer):
 
     @property
     def drafted(self) -> int:
-        """Tokens that may be drafted."""
+        """Number of tokens that may be drafted."""
         return self.runner.drafted
 
     @property
     def keeps_rows(self) -> bool:
-        """True if the rows of nodes attend to those of their ancestors, which are kept."""
+        """Whether rows attend to those of their ancestors, which are kept."""
         return self.runner.has_chain
 
     @property
     def beam(self) -> int:
-        """`beam_width`, or the number of tokens that may be drafted where these are fewer."""
+        """`beam_width`, limited to the number of tokens that may be drafted."""
         return min(self.settings.beam_width, self.drafted)
 
     def newest(self, sequences: "Sequences") -> Tensor:
-        """Run the committed rows that are missing; the state [1, B, H] of the last, which drafts level 1."""
+        """Run the missing committed rows; return the state [1, B, H] of the last one, which drafts level 1."""
         (newest,), _ = in_tensors(sequences, [self.new_rows(sequences)])
         return run(self.runner, newest)[-1:]
 
     def level(self, sequences: "Sequences", given_SBH: Tensor, tokens_BF: Tensor, where: Rows) -> Tensor:
-        """States [F, B, H] of a level's rows, from the states of the rows that drafted their tokens."""
+        """Return states [F, B, H] of a level's rows, from the states of the rows that drafted their tokens."""
         return self.runner.depth(1, given_SBH, tokens_BF, where, sequences.memory.depths[0])
 
     def logits(self, states_SBH: Tensor) -> Tensor:
-        """Logits [B, F, V] of what follows."""
+        """Return logits [B, F, V] of the next token."""
         return self.runner.draft_logits(states_SBH)
 
     def grow(
         self, sequences: "Sequences", round: Round, widths: list[int], most: int | None, drawn: bool
     ) -> list[Level]:
-        """Levels with `widths[i]` candidates a row.
+        """Grow levels with `widths[i]` candidates per row.
 
         Args:
-            most: candidates of a level that are continued, the best; None continues all.
-            drawn: candidates are samples of q rather than its most likely tokens.
+            most: number of best candidates per level to continue; None for all.
+            drawn: whether candidates are sampled from q instead of its most likely tokens.
         """
         states_SBH = self.newest(sequences)
         levels = [self._candidates(states_SBH, round, widths[0], [], None, drawn)]
@@ -158,7 +158,7 @@ class Grower(OneLayer):
         return levels
 
     def _rows_run(self, widths: list[int], most: int | None) -> int:
-        """Rows that run beyond the committed ones; at least 1, so that a mask has a column."""
+        """Return how many rows run beyond the committed ones; at least 1, so that a mask has a column."""
         levels = _level_rows(widths[:-1], most)
         return max([1, *levels]) * max(len(levels), 1)
 
@@ -171,7 +171,7 @@ class Grower(OneLayer):
         taken_BF: Tensor | None,
         drawn: bool,
     ) -> Level:
-        """The candidates of rows that continue `taken_BF` of the last level above."""
+        """Return candidates of rows that continue `taken_BF` of the last level above."""
         probs_BFV = self._probabilities(states_SBH, round)
         batch, rows, _ = probs_BFV.shape
         if drawn:  # independent samples of every row
@@ -188,19 +188,19 @@ class Grower(OneLayer):
         return Level(tokens_BFC.flatten(1), scores_BN, row_FC.flatten().expand(batch, -1), probs_BFV, taken_BF)
 
     def _probabilities(self, states_SBH: Tensor, round: Round) -> Tensor:
-        """[B, F, V]; at temperature 0 the order of a beam comes from the model's own distribution."""
+        """Return probabilities [B, F, V]; at temperature 0 a beam is ordered by the model's own distribution."""
         logits_BFV = self.logits(states_SBH)
         return logits_BFV.softmax(-1) if round.sampling.greedy else round.sampling.probabilities(logits_BFV)
 
 
 def _unused(round: Round, above: list[Level], count: int) -> Tensor:
-    """Random numbers [B, count] that the levels above have not used."""
+    """Return random numbers [B, count] that earlier levels have not used."""
     before = sum(level.tokens_BN.size(1) for level in above)
     return round.noise.uniform(DRAFT, before + count)[:, before:]
 
 
 def _level_rows(widths: list[int], most: int | None) -> list[int]:
-    """Candidates of every level that are continued."""
+    """Return how many candidates of every level are continued."""
     rows = [1]
     for width in widths:
         rows.append(rows[-1] * width if most is None else min(rows[-1] * width, most))
@@ -208,10 +208,10 @@ def _level_rows(widths: list[int], most: int | None) -> list[int]:
 
 
 class Tree(Grower):
-    """`tree` gives every level's candidates a row; with `tree_nodes`, the likeliest so many nodes of a larger tree.
+    """Static tree with `tree` candidates per row at each level, or the `tree_nodes` most likely nodes of a larger tree.
 
-    A static tree above temperature 0 is sampled, its siblings independent, so that `specinfer` and `spectr` may judge
-    it; a dynamic one (EAGLE-2, arXiv:2406.16858) is deterministic.
+    A static tree above temperature 0 is sampled with independent siblings, so `specinfer` and `spectr` can verify it. A
+    dynamic tree (EAGLE-2, arXiv:2406.16858) is deterministic.
     """
 
     line = "a tree grown with the first module"
@@ -238,7 +238,7 @@ class Tree(Grower):
         return max(run, self.settings.tree_nodes or sum(_level_rows(widths, None)))
 
     def _widths(self, count: int) -> tuple[list[int], int | None]:
-        """Candidates a row of every level, and how many of a level are continued, at most."""
+        """Return candidates per row of every level, and the largest number of continued rows of a level."""
         if self.settings.tree_nodes is not None:
             return [self.beam] * count, self.beam
         return [min(width, self.drafted) for width in self.settings.tree or DEFAULT_TREE][:count], None
@@ -257,11 +257,11 @@ class Tree(Grower):
 
 
 class Beam(Grower):
-    """The likeliest of W chains, grown side by side (beam sampling of MTAD, arXiv:2407.09722).
+    """The most likely of W chains that grow together (beam sampling of MTAD, arXiv:2407.09722).
 
-    Of the W V ways to continue W chains, the W likeliest go on. Above temperature 0 they are W samples, without
-    replacement, of the joint distribution of these ways. The best of several samples is not a sample of q, so a rule
-    that keeps the distribution gets it as a deterministic draft; only a rule that takes q as a score gets the path's q.
+    Of the W V continuations of W chains, the W most likely are kept. Above temperature 0 they are W samples, without
+    replacement, from the joint distribution of these continuations. The best of several samples is not a sample of q,
+    so a lossless rule treats it as a deterministic draft; only a rule that uses q as a score gets the path's q.
     """
 
     line = "the likeliest of W chains, grown with the first module"
@@ -297,7 +297,7 @@ class Beam(Grower):
         taken_BF: Tensor | None,
         drawn: bool,
     ) -> Level:
-        """The `width` continuations of all rows together."""
+        """Return the `width` best continuations of all rows together."""
         probs_BFV = self._probabilities(states_SBH, round)
         scores_BFV = probs_BFV.double().log()
         if taken_BF is not None:
@@ -313,7 +313,7 @@ class Beam(Grower):
 
 
 def _without_replacement(scores_BX: Tensor, uniform_BN: Tensor) -> Tensor:
-    """N samples [B, N] of weights whose logarithms these are, each without those before it."""
+    """Draw N samples [B, N] without replacement, from the logarithms of weights."""
     weights_BX, drawn = (scores_BX - scores_BX.amax(dim=1, keepdim=True)).exp(), []
     for uniform_B in uniform_BN.unbind(1):
         drawn.append(draw(weights_BX, uniform_B).unsqueeze(1))
@@ -326,7 +326,7 @@ def _rows_of(values_BFV: Tensor, rows_BN: Tensor) -> Tensor:
 
 
 def _flattened(levels: list[Level]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, parents (as rows of a draft) and scores of all levels' candidates, each [B, N]."""
+    """Return tokens, parents (as rows of a draft) and scores of all levels' candidates, each [B, N]."""
     parents, before, above = [torch.zeros_like(levels[0].tokens_BN)], 0, 0
     for level in levels[1:]:
         assert level.taken_BF is not None
@@ -337,7 +337,7 @@ def _flattened(levels: list[Level]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _likeliest(tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor, count: int) -> Draft:
-    """The `count` nodes of the highest score, which hold the parents of all their nodes, in their old order."""
+    """Return the `count` nodes with the highest scores, which include all their parents, in their old order."""
     nodes = tokens_BN.size(1)
     # A child never scores above its parent; among equals the earlier one is taken, and parents come earlier.
     order_BN = scores_BN.argsort(dim=1, descending=True, stable=True)[:, : min(count, nodes)]

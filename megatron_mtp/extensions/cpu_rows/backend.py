@@ -1,4 +1,4 @@
-"""The backend `cpu_rows`: up to 64 rows in compiled code, where the model is on a CPU in float32 or bfloat16."""
+"""The backend `cpu_rows`: up to 64 rows in compiled code, for models on a CPU in float32 or bfloat16."""
 
 import logging
 from collections.abc import Sequence
@@ -20,19 +20,19 @@ from megatron_mtp.extensions.cpu_rows.few_rows import MOST_ROWS, FewRows, few_ro
 from megatron_mtp.extensions.cpu_rows.products import product
 
 MOST_OF_FREE_MEMORY = 0.5
-"""Part of the free memory that packed weights may take."""
+"""Largest share of free memory that packed weights may take."""
 
 _logger = logging.getLogger(__name__)
 
 
 class CpuRows(Modules):
-    """Arguments and attributes as those of `Modules`.
+    """Backend with compiled code; arguments and attributes as in `Modules`.
 
     Attributes:
-        few_rows: of each stack; None for those with layers that are not compiled.
+        few_rows: compiled code of each stack; None for stacks with layers that are not supported.
 
     Raises:
-        Unfit: there is no compiled code, or none for weights of this kind, or no memory for packed weights.
+        Unfit: there is no compiled code, it does not support these weights, or there is no memory for packed weights.
     """
 
     def __init__(self, model: LanguageModule, scope: Scope, positions: int, head_VH: Tensor | None) -> None:
@@ -81,13 +81,13 @@ class CpuRows(Modules):
 
 
 def _fit(sequences: Sequences, passes: Sequence[Pass]) -> bool:
-    """True if these can run in compiled code."""
+    """Return whether these can run in compiled code."""
     most = max((one.count for one in passes), default=0) * len(sequences.token_ids)
     return most <= MOST_ROWS and sequences.all_live and all(one.keeps for one in passes)
 
 
 def _has_room(model: nn.Module) -> bool:
-    """True if the weights fit into the free memory once more; else a warning says so."""
+    """Return whether a second copy of the weights fits into free memory; warn if not."""
     needed, free = sum(weight.nbytes for weight in model.parameters()), psutil.virtual_memory().available
     if needed > MOST_OF_FREE_MEMORY * free:
         _logger.warning(

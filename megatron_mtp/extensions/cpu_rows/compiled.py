@@ -1,10 +1,9 @@
-"""The compiled code of this room: built by the machine's C++ compiler when a first runner needs it, and kept.
+"""Compile this extension's code with the machine's C++ compiler when a runner first needs it, and cache it.
 
-`library` builds native/few_rows.cpp for this CPU and a type of weights, and keeps it in the user's cache:
-`$TORCH_EXTENSIONS_DIR`, else `$XDG_CACHE_HOME`, else `~/.cache`. The file's name has a hash of all that it depends on,
-so that a new source, compiler or CPU gets a file of its own. The source includes nothing of torch, whose headers would
-take longer than the code.
-Where it cannot be built, drafting runs without, and a warning says why.
+`library` builds native/few_rows.cpp for this CPU and weight dtype, and keeps it in the user's cache:
+`$TORCH_EXTENSIONS_DIR`, else `$XDG_CACHE_HOME`, else `~/.cache`. The file name has a hash of everything that it depends
+on, so a new source, compiler or CPU gets a new file. The source does not include torch's headers, which would take
+longer to compile than the code. If it cannot be built, drafting runs without it, and a warning gives the reason.
 """
 
 import ctypes
@@ -22,26 +21,26 @@ import torch
 from megatron_mtp.common.files import written_beside
 
 SWITCH = "MEGATRON_MTP_COMPILED"
-"""Set to 0 in the environment, nothing is built and nothing of it is run."""
+"""Environment variable: 0 turns compiled kernels off; nothing is built."""
 
 SOURCE = Path(__file__).parent / "native" / "few_rows.cpp"
 FLAGS = "-O3 -march=native -std=c++17 -fno-math-errno -ffp-contract=off -fopenmp -shared -fPIC".split()
 NUMBERS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
-"""Types of weights that can be compiled, and their names in the source."""
+"""Weight types that can be compiled, and their names in the source."""
 LONGEST_BUILD = 120
-"""Seconds; a build takes some seven."""
+"""Timeout of a build in seconds; a build takes about seven."""
 
 _logger = logging.getLogger(__name__)
 
 
 def library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The compiled code for weights of this type; None where it is switched off or cannot be built."""
+    """Return the compiled code for weights of this dtype; None if it is turned off or cannot be built."""
     return None if os.environ.get(SWITCH) == "0" else _loaded(dtype)
 
 
 @cache
 def _loaded(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Once in a process: also a failure is not tried again."""
+    """Load the library once in a process; a failure is not retried."""
     try:
         return ctypes.CDLL(str(built(folder(), dtype)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -50,14 +49,16 @@ def _loaded(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 def folder() -> Path:
-    """Folder of compiled code."""
+    """Return the folder of compiled code."""
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR")
     cached = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(extensions or cached) / "megatron_mtp"
 
 
 def built(where: Path, dtype: torch.dtype) -> Path:
-    """The library's file in a folder, which is built if it is not there; two processes may do so at the same time.
+    """Return the library's file in a folder, and build it if it does not exist.
+
+    Two processes may do so at the same time.
 
     Raises:
         RuntimeError: there is no compiler.
@@ -85,13 +86,16 @@ def _compiler() -> str:
 
 
 def _key() -> str:
-    """A hash of what a build depends on; asking the compiler itself would take longer than the rest of a start."""
+    """Return a hash of what a build depends on.
+
+    Asking the compiler itself would take longer than the rest of a start.
+    """
     facts = (SOURCE.read_text(), *FLAGS, os.environ.get("CXX", ""), torch.__version__, _cpu())
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
 def _cpu() -> str:
-    """Features of the CPU, in the kernel's words."""
+    """Return the CPU's features, as the Linux kernel names them."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     named = {line for line in lines if line.startswith(("flags", "Features", "model name"))}

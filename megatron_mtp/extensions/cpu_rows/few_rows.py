@@ -1,14 +1,15 @@
 """Few rows through a stack of layers in one call of compiled code (native/few_rows.cpp).
 
-A forward of few rows takes as long as reading the weights; on a small model, as long as calling its operations. The
-compiled code computes what `dense_layer` computes, for the layers that `dense_layer` knows: with RMSNorm and a gated
-SiLU, in float32 or bfloat16. All others run as before, and so do more rows than `MOST_ROWS`. Recurrent layers keep
-their rows' inputs where `recurrent_layers` does.
+A forward pass of few rows takes as long as reading the weights; on a small model, as long as calling its operations.
+The compiled code computes the same as `dense_layer`, for the same layers: with RMSNorm and a gated SiLU, in float32 or
+bfloat16. All other layers run as before, and so do more rows than `MOST_ROWS`. Recurrent layers store their rows'
+inputs in the memory of `recurrent_layers`.
 
-Weights are packed for it, which takes their memory once more: the modules' own still run more rows.
+Weights are packed, which needs their memory a second time, because the modules' own weights still run more rows.
 
-Sums, norms, softmax and the residual stream are in float32 also in bfloat16, where torch rounds after each operation. A
-row's result does not depend on the rows that run beside it, so bfloat16 drafts as plain decoding does.
+Sums, norms, softmax and the residual stream are in float32 even with bfloat16 weights, where torch rounds after each
+operation. A row's result does not depend on other rows, so in bfloat16 drafting emits the same tokens as plain
+decoding.
 
 Letters in names: B batch, R rows, S the same rows (Megatron's sequence), H hidden, L positions, C channels.
 """
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
     from megatron_mtp.decoding.recurrent_layers import CachedRecurrence, Recurrence
 
 MOST_ROWS = 64
-"""Most rows of all texts; with more, a product is bound by arithmetic, at which torch's own kernels are better."""
+"""Largest number of rows of all sequences. With more, a product is bound by arithmetic, and torch's kernels are faster.
+"""
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 
@@ -107,7 +109,10 @@ class _GreedyStep(ctypes.Structure):
 
 
 def product_of(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """x [..., in] to x @ weight.T [..., out] by compiled code; None where there is none for this weight."""
+    """Return a function that computes x @ weight.T, [..., in] to [..., out], by compiled code.
+
+    None if not supported.
+    """
     compiled = library(weight.dtype) if is_compiled(weight) else None
     if compiled is None:
         return None
@@ -125,7 +130,7 @@ def product_of(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
 
 
 def pack(compiled: ctypes.CDLL, weight_VH: Tensor) -> Tensor:
-    """A weight as the compiled code's products read it."""
+    """Pack a weight for the products of the compiled code."""
     sizes, count = weight_VH.shape, compiled.packed_size
     count.argtypes, count.restype = [_N, _N], _N
     packed = weight_VH.new_empty(count(*sizes))
@@ -135,23 +140,23 @@ def pack(compiled: ctypes.CDLL, weight_VH: Tensor) -> Tensor:
 
 
 def is_compiled(weight: Tensor) -> bool:
-    """True if there is compiled code for products with this weight."""
+    """Return whether there is compiled code for products with this weight."""
     is_fake = isinstance(weight, torch._subclasses.FakeTensor) or weight.is_meta
     return weight.device.type == "cpu" and weight.dtype in NUMBERS and weight.is_contiguous() and not is_fake
 
 
 class FewRows:
-    """A trunk or a depth for few rows.
+    """Compiled code of a trunk or MTP layer for few rows.
 
     Args:
-        layers: that `lean` knows.
-        last: the norm after them, or None.
+        layers: layers that `lean` supports.
+        last: norm after them, or None.
         embedding: [vocabulary, H].
         turns_L211C: cosines and signed sines by position; None without rotary embedding.
         depth: the MTP layer, whose `eh_proj` merges states and embeddings; None for a trunk.
 
     Raises:
-        NotImplementedError: there is no compiled code, or none for these layers.
+        NotImplementedError: there is no compiled code, or not for these layers.
     """
 
     def __init__(
@@ -191,11 +196,11 @@ class FewRows:
         self._remembered: tuple[Recurrence, Any] | None = None
 
     def __call__(self, tokens_BR: Tensor, given_SBH: Tensor | None, rows: Rows, cache: KVCache) -> Tensor:
-        """States [S, B, H] of the rows, whose keys and values are added to the cache, and a trunk's states too.
+        """Return states [S, B, H] of the rows, and add their keys and values, and a trunk's states, to the cache.
 
         Args:
-            tokens_BR: the trunk's, or those that a sequential depth merges with the states it continues.
-            given_SBH: the states that a depth continues; None for the trunk.
+            tokens_BR: the trunk's tokens, or those that a sequential MTP layer merges with the states it continues.
+            given_SBH: states that an MTP layer continues; None for the trunk.
         """
         batch, count = tokens_BR.shape
         states_SBH = self._held[0].new_empty(count, batch, self._stack.hidden)
@@ -214,7 +219,7 @@ class FewRows:
         return states_SBH
 
     def pass_of(self, sequences: Sequences, one: Pass, cache: KVCache) -> _Pass:
-        """Rows whose tokens are those of the sequences, and behind t_m what is drafted, for a step of `GreedySteps`."""
+        """Return rows for a step of `GreedySteps`; their tokens are the sequences' and, after t_m, the drafts."""
         memory = self._common(cache, sequences.tables)
         if self.is_recurrent:
             memory = self._call(cache, sequences.tables)
@@ -224,14 +229,14 @@ class FewRows:
         return made
 
     def room_for(self, cache: KVCache, rows: Rows, count: int) -> None:
-        """Before calls of `count` rows in all are prepared, from the first of `rows` on: see `Recurrence.make_room`."""
+        """Prepare for calls of `count` rows in total, from the first of `rows` on: see `Recurrence.make_room`."""
         if self.is_recurrent:
             from megatron_mtp.decoding.recurrent_layers import recurrence_of
 
             recurrence_of(cache, torch.device("cpu")).make_room(rows, count)
 
     def remember(self, call: _Rows, cache: KVCache, tables: BlockTables, count: int) -> None:
-        """Give a call of `count` rows what recurrent layers remember: pointers, entries, slots, their start and end."""
+        """Pass the memory of recurrent layers to a call of `count` rows: pointers, entries, slots, start and end."""
         from megatron_mtp.decoding.recurrent_layers import recurrence_of
 
         like = self._held[0]
@@ -252,14 +257,14 @@ class FewRows:
         return _Remembered(*(one.data_ptr() for one in memory.parts))
 
     def _call(self, cache: KVCache, tables: BlockTables) -> _Rows:
-        """A call over these tables, for rows that the caller names."""
+        """Return a call over these tables, for rows that the caller names."""
         common = self._common(cache, tables)
         call = _Rows.from_buffer_copy(common)
         call.held = common  # until the call is over
         return call
 
     def _common(self, cache: KVCache, tables: BlockTables) -> _Rows:
-        """What all calls over these tables have in common, such as pointers to every layer's keys and values."""
+        """Return what all calls over these tables share, such as pointers to every layer's keys and values."""
         known, table_BL = self._known, tables.table_BL
         if known is None or known[0] is not cache.keys or known[1] is not table_BL:
             sizes = self._groups, self._channels, self._held[0]
@@ -353,14 +358,14 @@ class FewRows:
 
 
 class GreedySteps:
-    """MTP layers in turn and the trunk in one call of compiled code.
+    """MTP layers in sequence and the trunk, in one call of compiled code.
 
-    Each layer drafts the most probable token, which the next one may read. Then the trunk judges the drafts.
+    Each layer drafts the most probable token, which the next one may read. Then the trunk verifies the drafts.
 
     Args:
-        trunk: compiled; None where its layers are not.
-        depths: compiled, by number; none where one of them is not.
-        head: the tokens that may be drafted, of the layers' type.
+        trunk: compiled code of the trunk; None if its layers are not supported.
+        depths: compiled code of the MTP layers, by number; empty if one of them is not supported.
+        head: output layer for draft tokens, in the layers' dtype.
     """
 
     def __init__(self, trunk: FewRows | None, depths: Sequence[FewRows], head: "Head") -> None:
@@ -370,22 +375,22 @@ class GreedySteps:
 
     @property
     def drafts(self) -> bool:
-        """True if the MTP layers are compiled."""
+        """Whether the MTP layers are compiled."""
         return bool(self._depths)
 
     @property
     def judges(self) -> bool:
-        """True if the trunk is compiled."""
+        """Whether the trunk is compiled."""
         return self._trunk is not None
 
     def draft(self, sequences: Sequences, passes: Sequence[Pass]) -> Tensor:
-        """The token after the last row of every pass, [B, N]."""
+        """Return the token after the last row of every pass, [B, N]."""
         drafted_BN = sequences.tokens_BT.new_empty(len(sequences.token_ids), len(passes))
         self._step(sequences, passes, drafted_BN)
         return drafted_BN
 
     def accept(self, sequences: Sequences, draft: Draft, passes: Sequence[Pass]) -> StepOutput:
-        """Run the passes, then t_m and the drafts; append to every sequence what `verifiers.greedy` accepts."""
+        """Run the passes, then t_m and the drafts, and append to every sequence what `verifiers.greedy` accepts."""
         drafted_BN = draft.tokens_BN
         batch, drafts = drafted_BN.shape
         best_BR, count_B = drafted_BN.new_empty(batch, drafts + 1), drafted_BN.new_empty(batch)
@@ -400,7 +405,7 @@ class GreedySteps:
         best_BR: Tensor | None = None,
         count_B: Tensor | None = None,
     ) -> float:
-        """The seconds of the drafts. Where there are no `best_BR` and `count_B`, they are not judged."""
+        """Run a step and return the seconds of its drafts. Without `best_BR` and `count_B`, drafts are not judged."""
         memory, tokens_BT, judge = sequences.memory, sequences.tokens_BT, None
         if self._are_recurrent:
             self._make_room(sequences, passes)
@@ -421,7 +426,7 @@ class GreedySteps:
         return seconds.value
 
     def _make_room(self, sequences: Sequences, passes: Sequence[Pass]) -> None:
-        """For all passes over a cache before the first of them runs: states take in rows only between calls."""
+        """Make room for all passes over a cache before the first one runs: states take in rows only between calls."""
         for first in {one.depth: one for one in reversed(passes)}.values():
             count = sum(one.count for one in passes if one.depth == first.depth)
             rows = sequences.chain(sequences.newest_B + first.first, first.count, len(passes))
@@ -432,7 +437,7 @@ class GreedySteps:
 
 
 class Head:
-    """The output head, packed.
+    """The packed output layer.
 
     Attributes:
         place: pointer to the packed weight, and number of tokens.
@@ -444,20 +449,20 @@ class Head:
 
 
 def head_of(weight_VH: Tensor | None) -> Head | None:
-    """`Head`; None where there is no such weight, or no compiled code for it."""
+    """Create a `Head`; None if there is no such weight or no compiled code for it."""
     compiled = library(weight_VH.dtype) if weight_VH is not None and is_compiled(weight_VH) else None
     return None if compiled is None or weight_VH is None else Head(compiled, weight_VH)
 
 
 def greedy_steps(trunk: FewRows | None, depths: Sequence[FewRows | None], head: Head) -> GreedySteps:
-    """`GreedySteps` of the stacks that have compiled code, of the head's type."""
+    """Create `GreedySteps` from the compiled stacks and the output layer."""
     judge, *fitting = [one if one is not None and one.dtype == head.dtype else None for one in (trunk, *depths)]
     known = [one for one in fitting if one is not None]
     return GreedySteps(judge, known if len(known) == len(depths) else [], head)
 
 
 def _heads_of(layers: Sequence[Any]) -> tuple[int, int, int]:
-    """Query heads, key heads and channels of a stack's attention; 0 where it has none."""
+    """Return query heads, key heads and channels of a stack's attention; 0 without attention."""
     for attention in map(attention_of, layers):
         if attention is not None:
             heads, groups = attention.num_attention_heads_per_partition, attention.num_query_groups_per_partition
@@ -466,7 +471,7 @@ def _heads_of(layers: Sequence[Any]) -> tuple[int, int, int]:
 
 
 def _where(rows: Rows) -> tuple[Tensor | None, ...]:
-    """First positions of a chain, or positions, slots and mask of any rows."""
+    """Return first positions of a chain, or positions, slots and mask of any rows."""
     if rows.is_chain and rows.live_BR is None and rows.end_B is None:
         return rows.first_B.contiguous(), None, None, None
     return None, rows.positions_BR.contiguous(), rows.slots_BR.contiguous(), rows.mask_B1RW.float().contiguous()
@@ -477,7 +482,7 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def few_rows(*given: Any) -> FewRows | None:
-    """`FewRows`; None where there is no compiled code for these layers."""
+    """Create `FewRows`; None if there is no compiled code for these layers."""
     try:
         return FewRows(*given)
     except NotImplementedError:
@@ -485,7 +490,7 @@ def few_rows(*given: Any) -> FewRows | None:
 
 
 def _function(compiled: ctypes.CDLL, name: str, arguments: list[Any]) -> Callable[..., None]:
-    """A function of the library, called with as many threads as pay: its last argument, which is not in `arguments`."""
+    """Return a library function that runs on as many threads as pay: its last argument, which is not in `arguments`."""
     function = compiled[name]
     function.argtypes, function.restype = [*arguments, _N], None
     return partial(team_of(compiled).run, function)

@@ -1,9 +1,9 @@
-"""Products of few rows with a weight, by whichever way is fastest here: torch's own, oneDNN's, or compiled code.
+"""Products of few rows with a weight by the fastest method on this machine: torch, oneDNN, or compiled code.
 
-A step of drafting multiplies few rows, so a product takes as long as reading its weight. oneDNN wants a packed copy of
-the weight. Which way is fastest depends on the CPU, the sizes and the rows: on an AMD EPYC torch's own
-takes up to 5 times as long as the packed one at 2 to 4 rows; on an Intel Xeon with AMX it is faster in float32, up to 3
-rows of a large weight, and 4 times as fast with a small one. So every size is timed when its first product is made.
+A decoding step multiplies few rows, so a product takes as long as reading its weight. oneDNN needs a packed copy of the
+weight. Which method is fastest depends on the CPU, the sizes and the rows. On an AMD EPYC, torch takes up to 5 times as
+long as the packed product at 2 to 4 rows; on an Intel Xeon with AMX, torch is faster in float32 for up to 3 rows of a
+large weight, and 4 times as fast with a small one. So each size is timed when its first product is computed.
 """
 
 import time
@@ -17,19 +17,21 @@ from torch.nn.functional import linear
 from megatron_mtp.extensions.cpu_rows.few_rows import product_of
 
 Multiply = Callable[[Tensor], Tensor]
-"""x [..., in] to x @ weight.T [..., out]."""
+"""Function from x [..., in] to x @ weight.T [..., out]."""
 
 TIMED_ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
-"""Numbers of rows that are timed; those between go the way of the next one. With more, torch's own is as good."""
+"""Numbers of rows that are timed; numbers in between use the way of the next one. With more rows, torch's kernel is as
+fast.
+"""
 
 TIMED_ENTRIES = 2**24
-"""Entries of a weight that is timed whole; of a larger one, a part of so many is timed."""
+"""Largest number of weight entries that is timed; of a larger weight, a part of this size is timed."""
 
 TIMED_SECONDS = 0.02
-"""After so long a way is not called again."""
+"""Time limit in seconds, after which a way is not called again."""
 
 CLEARLY = 1.1
-"""A way is preferred to those before it in `WAYS` where it is faster by this factor, so that noise seldom decides."""
+"""Factor by which a way must be faster than the ways before it in `WAYS`, so that noise rarely decides."""
 
 
 def _own(weight: Tensor) -> Multiply:
@@ -46,11 +48,11 @@ def _packed(weight: Tensor) -> Multiply | None:
 
 
 WAYS: dict[str, Callable[[Tensor], Multiply | None]] = {"compiled": product_of, "packed": _packed, "own": _own}
-"""How a weight can be multiplied with, the preferred ones first; None where a way is not open to a weight."""
+"""Ways to multiply with a weight, preferred ones first; None if a way does not apply to a weight."""
 
 
 def product(weight: Tensor) -> Multiply:
-    """x [..., in] to x @ weight.T [..., out]."""
+    """Compute x @ weight.T, [..., in] to [..., out]."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or _is_fake(weight):
         return _own(weight)
     weight = weight.detach()
@@ -79,7 +81,7 @@ def product(weight: Tensor) -> Multiply:
 @cache
 @torch.inference_mode()
 def fastest(outputs: int, inputs: int, dtype: torch.dtype, threads: int, rows: int) -> str:
-    """The way that is fastest for so many rows with so many threads; timed once in a process."""
+    """Return the fastest method for this many rows and threads; timed once per process."""
     weight = torch.ones(min(outputs, TIMED_ENTRIES // inputs + 1), inputs, dtype=dtype)
     hidden = torch.ones(rows, inputs, dtype=dtype)
     best, least = "", float("inf")
@@ -91,7 +93,7 @@ def fastest(outputs: int, inputs: int, dtype: torch.dtype, threads: int, rows: i
 
 
 def _seconds(multiply: Multiply, hidden: Tensor) -> float:
-    """The shortest of several calls, after one that is not counted."""
+    """Return the shortest time of several calls, after one warm-up call."""
     multiply(hidden)
     took: list[float] = []
     while len(took) < 8 and sum(took) < TIMED_SECONDS:

@@ -1,11 +1,11 @@
-"""How many threads run compiled code: all, or fewer while other processes take their cores.
+"""Number of threads for compiled code: all of them, or fewer while other processes use the cores.
 
-Threads of a step meet at barriers, some hundred times a millisecond. A thread that has lost its core to another process
-holds up all others for a time slice of the scheduler. Then more threads are slower than one.
+The threads of a step meet at barriers some hundred times per millisecond. A thread that has lost its core to another
+process delays all others for a time slice of the scheduler. Then more threads are slower than one.
 
-The compiled code counts how long its threads wait for one that does not come. Where that is a large part of a window of
-calls, half as many threads run from then on. More are tried again after a pause, which doubles while they are held up.
-Torch's own operations wait for each other in the same way, in the prompts for instance, so they get as many threads.
+The compiled code counts how long its threads wait for a late one. If that is a large part of a window of calls, half as
+many threads run from then on. More are tried again after a pause, which doubles each time they are held up again.
+Torch's own operations wait in the same way, for prompts for instance, so they get the same number of threads.
 """
 
 import ctypes
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 WINDOW = 0.02
-"""Seconds of calls that are judged together: several time slices."""
+"""Seconds of calls that are judged together: several time slices of the kernel."""
 
 HELD_UP = 0.3
-"""The part of a window in which threads may be held up. On a quiet machine it is below 0.05."""
+"""Share of a window in which threads may be held up. On a quiet machine it is below 0.05."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 4.0
 """Seconds until more threads are tried again."""
@@ -32,7 +32,7 @@ class Team:
     """The threads of one compiled library.
 
     Attributes:
-        stalled: the library's count of nanoseconds in which a thread has waited for one that did not come.
+        stalled: the library's counter of nanoseconds spent waiting for late threads.
     """
 
     stalled: ctypes.c_int64
@@ -45,7 +45,7 @@ class Team:
 
     @property
     def size(self) -> int:
-        """Threads of the next call."""
+        """Number of threads of the next call."""
         return max(self._most >> self._fewer, 1) if self._fewer else torch.get_num_threads()
 
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -60,7 +60,7 @@ class Team:
         self.learn(ended, ended - began, (self.stalled.value - before) / 1e9)
 
     def learn(self, now: float, seconds: float, held_up: float) -> None:
-        """Take in what a call took and for how long threads were held up in it; choose the size of the next ones."""
+        """Record the time of a call and of waiting in it, and choose the number of threads of the next ones."""
         self._seconds += seconds
         self._held_up += held_up
         if self._seconds < WINDOW:
@@ -76,7 +76,7 @@ class Team:
         self._seconds = self._held_up = 0.0
 
     def _change(self, fewer: int) -> None:
-        """Halve the threads so many times."""
+        """Halve the threads this many times."""
         if not self._fewer:
             self._most = torch.get_num_threads()
         self._fewer = fewer
@@ -85,5 +85,5 @@ class Team:
 
 @cache
 def team_of(compiled: ctypes.CDLL) -> Team:
-    """The threads of a library, which all of its functions share."""
+    """Return the threads of a library, shared by all of its functions."""
     return Team(ctypes.c_int64.in_dll(compiled, "stalled_nanoseconds"))

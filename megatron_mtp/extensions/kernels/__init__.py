@@ -1,9 +1,9 @@
-"""What is known of the losses' Triton kernels without a GPU: registers, spills, occupancy, and a roofline.
+"""The losses' Triton kernels analyzed without a GPU: registers, spills, occupancy, and a roofline model.
 
-cards.py      what a multiprocessor holds, by compute capability, and how fast a card of it is; occupancy
-compiled.py   the kernels of every loss, compiled for a card that is not here, by the calls that launch them
-roofline.py   milliseconds of a loss by its products and the bytes that it moves, from one record of an H200
-tables.py     the figures as tables
+cards.py      limits and peaks of cards by compute capability; occupancy
+compiled.py   the kernels of every loss, compiled for a card that is not here, with the calls that launch them
+roofline.py   milliseconds of a loss from its products and memory traffic, calibrated by one record of an H200
+tables.py     the results as tables
 command.py    megatron-mtp doctor --kernels
 """
 

@@ -14,10 +14,10 @@ Peaks are those of the data sheets: dense products in BF16 with sums in float32,
 from dataclasses import dataclass
 
 REGISTERS = 65_536
-"""Of a multiprocessor; each of its four schedulers has a quarter, from which a warp gets multiples of 256."""
+"""Registers of a multiprocessor. Each of its four schedulers has a quarter, and gives multiples of 256 to a warp."""
 SCHEDULERS, REGISTER_UNIT = 4, 256
 RESERVED, SHARED_UNIT = 1024, 128
-"""Bytes of shared memory that the driver adds to a program's, and what the sum is rounded up to."""
+"""Bytes of shared memory that the driver adds to a program's, and the unit to which it rounds the sum up."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,6 @@ CARDS = {
     103: Card("B300", 64, 228 * KIB, 2250e12, 75e12, 8e12),
     120: Card("RTX 5090", 48, 100 * KIB, 209.5e12, 104.8e12, 1.792e12),
 }
-"""By compute capability."""
+"""GPUs by compute capability."""
 H200 = 90
-"""The card with a record, docs/explanation/evidence_gpu.md."""
+"""The GPU that was measured, docs/explanation/evidence_gpu.md."""

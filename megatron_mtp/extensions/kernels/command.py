@@ -1,4 +1,4 @@
-"""`megatron-mtp doctor --kernels`: what is known of the losses' kernels on GPUs that are not here."""
+"""`megatron-mtp doctor --kernels`: registers, occupancy and predicted time of the losses' kernels on other GPUs."""
 
 import json
 import os
@@ -8,9 +8,9 @@ from megatron_mtp.megatron.runtime import quieten, why_not
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Compile and print; the one argument is --json.
+    """Compile and print; the only argument is --json.
 
-    Without Triton, or with its interpreter, it ends with one sentence and status 2.
+    Without Triton, or with its interpreter, exits with one sentence and status 2.
     """
     with sentences(program):
         reason = why_not("triton")

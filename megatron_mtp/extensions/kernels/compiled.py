@@ -1,8 +1,8 @@
-"""The kernels of every loss, compiled for a card that is not here, by the calls that launch them.
+"""Compile the kernels of every loss for a card that is not here, with the calls that launch them.
 
-The calls are those of a training step (`triton_chunk.losses_`), with tensors of torch's device `meta`, which have sizes
-and no memory. So constants, types and alignments are those of a launch. Triton compiles in the place of a launch and
-keeps what it made in its own cache.
+The calls are those of a training step (`triton_chunk.losses_`), with tensors on torch's device `meta`, which have sizes
+but no memory. So constants, dtypes and alignments are those of a real launch. Triton compiles instead of launching, and
+keeps the result in its own cache.
 """
 
 import re
@@ -28,13 +28,13 @@ from megatron_mtp.model.vocabulary import Vocabulary
 from megatron_mtp.spec.config import MTPConfig
 
 TOKENS, ENTRIES = 16_384, 131_072
-"""Rows and entries of the vocabulary: the sizes of the H200's record in docs/explanation/evidence_gpu.md."""
+"""Rows and vocabulary entries: the sizes measured on the H200 in docs/explanation/evidence_gpu.md."""
 DRAFTED = ENTRIES // 4
-"""Entries of a draft vocabulary, where the kernels read the trunk's logits by an index."""
+"""Entries of a draft vocabulary; the kernels read the trunk's logits through an index."""
 INSTRUCTION = 16
-"""Bytes."""
+"""Bytes of an instruction."""
 WORDS = {"DIVERGES": "with kd", "GATHERED": "of drafted tokens"}
-"""How a constant that is true is called in the name of a kernel."""
+"""Words for constants that are true, as they appear in the name of a kernel."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class Kernel:
 
     @property
     def occupancy(self) -> float:
-        """Of a multiprocessor's most warps, the share that is resident."""
+        """Fraction of a multiprocessor's maximum number of warps that is resident."""
         return self._resident[0]
 
     @property
     def limit(self) -> str:
-        """What allows no more."""
+        """What limits the occupancy."""
         return self._resident[1]
 
     @property
@@ -79,17 +79,17 @@ class Kernel:
 
 
 def names() -> list[str]:
-    """The losses that have kernels."""
+    """Return the losses that have kernels."""
     return [name for name, loss in LOSSES.items() if loss in triton_chunk.KERNELS]
 
 
 def kernels(target: int, losses: Sequence[str], drafted: bool = True) -> list[Kernel]:
-    """Those that the losses launch, each once, and the trial that comes before them.
+    """Return the kernels that the losses launch, each once, and the trial kernel.
 
     Args:
         target: a compute capability of `CARDS`.
-        losses: their names.
-        drafted: with those of a draft vocabulary too.
+        losses: names of the losses.
+        drafted: whether to include those for a draft vocabulary.
     """
     launched = [trial(target)]
     for entries in (ENTRIES, DRAFTED) if drafted else (ENTRIES,):
@@ -101,7 +101,7 @@ def kernels(target: int, losses: Sequence[str], drafted: bool = True) -> list[Ke
 
 
 def launches(target: int, name: str, entries: int = ENTRIES) -> list[Kernel]:
-    """What a loss launches for `TOKENS` rows, in its order; fewer entries than `ENTRIES` are a draft vocabulary."""
+    """Return what a loss launches for `TOKENS` rows, in order; fewer entries than `ENTRIES` mean a draft vocabulary."""
     loss = loss_of(name)
     with _compiling(target) as compiled:
         triton_chunk.losses_(loss, _products(loss, entries))
@@ -109,19 +109,19 @@ def launches(target: int, name: str, entries: int = ENTRIES) -> list[Kernel]:
 
 
 def trial(target: int) -> Kernel:
-    """The kernel that shows that kernels run at all."""
+    """Return the kernel that tests whether kernels run at all."""
     with _compiling(target) as compiled:
         triton_kernels.trial[(1,)](torch.empty(1, device="meta"))
     return _kernel(target, compiled[0])
 
 
 def loss_of(name: str) -> TokenLoss:
-    """The loss of a name, with its usual settings."""
+    """Return the loss with this name and its usual settings."""
     return depth_loss(MTPConfig(mtp_loss=name))
 
 
 def _products(loss: TokenLoss, entries: int) -> triton_chunk.Products:
-    """One depth's chunk of all rows; the trunk's logits are of drafted tokens, or of all, as the loss needs them."""
+    """Return one depth's chunk of all rows; the trunk's logits are of drafted tokens, or of all, as the loss needs."""
     new = partial(torch.empty, device="meta")
     drafts = None
     if entries < ENTRIES:
@@ -139,13 +139,13 @@ def _products(loss: TokenLoss, entries: int) -> triton_chunk.Products:
 
 
 class _AbsentDriver:
-    """What Triton asks of a driver before it compiles."""
+    """Driver for a GPU that is absent: answers Triton's questions before it compiles."""
 
     def __init__(self, target: int) -> None:
         self.target = target
 
     def get_current_device(self) -> int:
-        """Triton keeps what it has compiled by this number."""
+        """Return the number under which Triton caches compiled kernels."""
         return self.target
 
     def get_current_stream(self, device: int) -> int:
@@ -156,7 +156,7 @@ class _AbsentDriver:
 
 
 class _Noted:
-    """A kernel that is compiled and noted where it would be launched."""
+    """Kernel that is compiled and recorded instead of launched."""
 
     def __init__(self, kernel: JITFunction, compiled: list[Any]) -> None:
         self.kernel, self.compiled = kernel, compiled
@@ -170,7 +170,7 @@ class _Noted:
 
 @contextmanager
 def _compiling(target: int) -> Iterator[list[Any]]:
-    """Inside, launches of the losses' kernels compile them for the target, and add what Triton made to the list."""
+    """Within the context, compile launches of the losses' kernels for the target, and add the results to the list."""
     launched = {
         name: kernel
         for name, kernel in vars(triton_kernels).items()
@@ -208,7 +208,7 @@ def _kernel(target: int, compiled: Any) -> Kernel:
 
 @cache
 def _registers(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and the bytes of memory that it needs beside them, which is where spilled ones go."""
+    """Return registers per thread, and bytes of local memory, which hold spilled registers."""
     told = _dumped(cubin, "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", told)
     assert found is not None, told
@@ -217,7 +217,7 @@ def _registers(cubin: bytes) -> tuple[int, int]:
 
 @cache
 def _loop(cubin: bytes) -> int:
-    """Instructions of the longest way back."""
+    """Return the number of instructions of the longest backward jump."""
     back = re.findall(r"/\*([0-9a-f]{4,})\*/ +(?:@\S+ )?BRA\b[^;]* 0x([0-9a-f]+) *;", _dumped(cubin, "--dump-sass"))
     return max(int(here, 16) - int(target, 16) for here, target in back) // INSTRUCTION + 1
 
@@ -231,6 +231,6 @@ def _dumped(cubin: bytes, what: str) -> str:
 
 
 def _moved(ttir: str) -> int:
-    """Bytes for each logit: every load and every store of a block is one pass over the row."""
+    """Return bytes moved per logit: every load and every store of a block is one pass over the row."""
     bits = re.findall(r"tt\.(?:load|store) .*: tensor<\d+x!tt\.ptr<[a-z]+(\d+)>", ttir)
     return sum(map(int, bits)) // 8

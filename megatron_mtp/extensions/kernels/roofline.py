@@ -1,4 +1,4 @@
-"""Milliseconds of a loss, with its products and gradients, by what it computes and what it moves.
+"""Roofline model: predicted milliseconds of a loss with its products and gradients.
 
     seconds = products x 2 N H V / rate + kernels + sum's bytes x V H / copies
     kernel  = N V x the larger of bytes a logit / copies and instructions a logit / issued
@@ -12,8 +12,8 @@
                the H200's binary; other cards have nearly as many. An A100 issues twice as many that are not float32
     sum        the head's gradient in float32 (losses/weight_gradient.py): every chunk reads and writes it
 
-What products read and write themselves is in their rate. Launches, and what a row costs beside its logits, are left
-out.
+The rate of products includes what they read and write themselves. Launches, and what a row costs in addition to its
+logits, are left out.
 """
 
 from collections.abc import Sequence
@@ -23,18 +23,22 @@ from megatron_mtp.extensions.kernels.cards import Card
 from megatron_mtp.extensions.kernels.compiled import Kernel
 
 COPIES = 0.9
-"""Of the peak of memory, what a copy reaches: 4.3 TB/s read and written on an H200, 3.0 on an H100."""
+"""Share of peak memory bandwidth that a copy reaches: 4.3 TB/s read and written on an H200, 3.0 on an H100."""
 SUM_OF_A_CHUNK = 8
-"""Bytes of an entry of the head's gradient: read and written in float32."""
+"""Bytes moved for an entry of the head's gradient in each chunk: read and written in float32."""
 SUM_ONCE = 4 + 14
-"""It begins with zeros; the backward pass reads it, writes and reads it scaled, and writes it in bfloat16."""
+"""Bytes moved once for an entry: it is zeroed; the backward pass reads it, writes and reads it scaled, and writes it in
+bfloat16.
+"""
 
 HIDDEN = 2048
-"""H of the H200's record in docs/explanation/evidence_gpu.md."""
+"""Hidden size H of the H200 measurement in docs/explanation/evidence_gpu.md."""
 SEEN_POSITIONS = 1024
-"""Rows of its chunks."""
+"""Rows of a chunk in the H200 measurement."""
 SEEN = {"ce": 0.05458, "kd": 0.07298, "tv": 0.0742}
-"""Its seconds. `CALIBRATING` gives the share that products reach; the others are predicted from it."""
+"""Seconds measured on the H200. `CALIBRATING` gives the share of peak that products reach; the other values are
+predicted from it.
+"""
 CALIBRATING = "ce"
 
 
@@ -57,11 +61,11 @@ class Work:
     positions: int
 
     def seconds(self, card: Card, reached: float) -> float:
-        """On a card whose products reach such a share of their peak."""
+        """Return the time on a card whose products reach this fraction of their peak."""
         return self._operations / (card.bf16 * reached) + self._beside_products(card)
 
     def reached(self, card: Card, seconds: float) -> float:
-        """The share that they reach, if the work took so long."""
+        """Return the fraction of the peak that products reach if the work took this long."""
         return self._operations / (card.bf16 * (seconds - self._beside_products(card)))
 
     @property
@@ -75,12 +79,12 @@ class Work:
 
 
 def seconds_of(kernel: Kernel, card: Card, logits: int) -> float:
-    """A kernel alone."""
+    """Return the time of a single kernel."""
     return logits * max(kernel.moved / _copies(card), _issued(kernel, card))
 
 
 def is_issue_bound(kernel: Kernel, card: Card) -> bool:
-    """Return whether it waits for its instructions, and not for memory."""
+    """Return whether it is limited by instructions rather than memory."""
     return _issued(kernel, card) > kernel.moved / _copies(card)
 
 

@@ -1,4 +1,4 @@
-"""The figures of all kernels and losses, as tables and as one object for --json."""
+"""Results of all kernels and losses, as tables and as one object for --json."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,11 +20,11 @@ from megatron_mtp.extensions.kernels.roofline import (
 from megatron_mtp.losses.linear_cross_entropy import chunks
 
 Table = dict[str, Any]
-"""Title, header and rows, as the records in benchmarks/results have them."""
+"""Title, header and rows, as in the files of benchmarks/results."""
 
 
 def report() -> dict[str, Any]:
-    """Everything, for all compute capabilities; while Triton's cache has nothing, compiling takes a minute."""
+    """Return everything for all compute capabilities; takes a minute if Triton's cache is empty."""
     losses, made = names(), list[Kernel]()
     for target in progress_bar(iterable=CARDS, desc="compiled", unit="card"):
         made += kernels(target, losses)
@@ -38,24 +38,24 @@ def report() -> dict[str, Any]:
 
 
 def figures(kernel: Kernel) -> dict[str, Any]:
-    """Of a kernel, by name."""
+    """Return the results of a kernel, by name."""
     return asdict(kernel) | {"occupancy": kernel.occupancy, "limit": kernel.limit}
 
 
 def work_of(name: str, positions: int | None = None) -> Work:
-    """A loss, in chunks of so many positions; None for those that it is cut into now."""
+    """Return the work of a loss, in chunks of this many positions; None for the present chunk size."""
     products = 4 if loss_of(name).needs_teacher else 3
     at_once = next(chunks(TOKENS, ENTRIES, is_cuda=True)).stop if positions is None else positions
     return Work(products, launches(H200, name), TOKENS, ENTRIES, HIDDEN, at_once)
 
 
 def rate_seen() -> float:
-    """The share of their peak that products reach on an H200, by the loss that calibrates."""
+    """Return the fraction of the peak that products reach on an H200, from the loss that calibrates the model."""
     return work_of(CALIBRATING, SEEN_POSITIONS).reached(CARDS[H200], SEEN[CALIBRATING])
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """The tables for a terminal, columns flush right but for the first."""
+    """Format the tables for a terminal, right-aligned except for the first column."""
     return "\n\n".join(_columns(table) for table in found["tables"])
 
 

@@ -1,11 +1,11 @@
-"""Acceptance of a checkpoint's drafts in another engine, and the cost of each of its rules.
+"""Predict the acceptance of a checkpoint's drafts in other engines, and the cost of each engine rule.
 
 engines.py     ENGINES: how each engine feeds the MTP layers of each family, with the source of every rule
-rows.py        drafts made by such rules, for all positions of a text at once
-acceptance.py  rounds of drafting and verifying: acceptance by position, and what every rule costs
+rows.py        drafts made by such rules, for all positions of a document at once
+acceptance.py  rounds of drafting and verifying: acceptance by position, and the cost of every rule
 source.py      the given folder: a Megatron checkpoint or a Hugging Face one, its family, prompts and continuations
-predict.py     a checkpoint and an engine in, acceptance by position and its causes out
-report.py      the answer as a table and as JSON, with the form of vLLM's synthetic acceptance
+predict.py     predict acceptance by position, with causes, from a checkpoint and an engine
+report.py      the result as a table and as JSON, including vLLM's synthetic acceptance
 command.py     megatron-mtp predict
 """
 

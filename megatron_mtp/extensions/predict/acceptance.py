@@ -1,7 +1,7 @@
-"""Acceptance by position of an engine's drafts, beside training's, and what every rule of the engine costs.
+"""Acceptance by position of an engine's drafts compared with training, and the cost of each engine rule.
 
-A round makes K drafts for the tokens behind the newest one and keeps them up to the first that is not the trunk's own
-token; the trunk adds one more. "Acceptance" of position d is the share of rounds that keep d drafts or more.
+A round makes K drafts for the tokens after the newest one and keeps them up to the first that differs from the trunk's
+own token; the trunk adds one more. "Acceptance" of position d is the fraction of rounds that keep at least d drafts.
 """
 
 from collections.abc import Callable
@@ -14,17 +14,17 @@ from megatron_mtp.extensions.predict.engines import WORDS, Difference, Feeding, 
 from megatron_mtp.extensions.predict.rows import Text, drafts, read_text, trained_feeding
 
 NOTABLE = 0.02
-"""Accepted drafts a round that exchanged halves have to bring to be named as a cause."""
+"""Gain in accepted drafts per round from exchanged halves, from which they are named as a cause."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A text that an engine would make: the prompt and its greedy continuation.
+    """A document that an engine would generate: the prompt and its greedy continuation.
 
     Attributes:
-        tokens: all of them, at least K + 1 more than are counted.
-        prompt: how many are the prompt.
-        end: tokens behind which no round starts.
+        tokens: all tokens, at least K + 1 more than are counted.
+        prompt: number of prompt tokens.
+        end: number of tokens after which no round starts.
     """
 
     tokens: list[int]
@@ -34,7 +34,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Cause:
-    """A rule that is not training's, and the acceptance if that rule alone were as in training."""
+    """A rule that differs from training, and the acceptance if only that rule were as in training."""
 
     difference: Difference
     undone: AcceptanceStats
@@ -46,8 +46,8 @@ class Prediction:
 
     Attributes:
         engine: by its rules.
-        trained: by training's, for as many drafts as the MTP layers were trained for.
-        causes: what costs the difference, largest first.
+        trained: by the rules of training, for as many drafts as the MTP layers were trained for.
+        causes: causes of the difference, largest first.
     """
 
     engine: AcceptanceStats
@@ -62,14 +62,14 @@ def predicted(
     feeding: Feeding,
     progress: Callable[[], object] = lambda: None,
 ) -> Prediction:
-    """Acceptance of `count` drafts a round by an engine's rules, by training's, and with every rule undone.
+    """Return the acceptance of `count` drafts per round by an engine's rules, by training's, and with each rule undone.
 
     Args:
         model: the whole model.
-        samples: texts as the engine would make them.
-        count: K, drafts a round.
+        samples: documents as the engine would generate them.
+        count: K, drafts per round.
         feeding: the engine's rules.
-        progress: called once per text.
+        progress: called once per document.
     """
     trained = trained_feeding(model)
     found = differences(trained, feeding, count)
@@ -94,11 +94,11 @@ EXCHANGED = Difference(
     WORDS["swapped", False],
     f"{WORDS['swapped', True]} in this checkpoint",
 )
-"""A fault of the given folder, not of an engine."""
+"""Cause that is in the given folder, not in an engine."""
 
 
 def accepted(model: LanguageModule, text: Text, sample: Sample, count: int, feeding: Feeding) -> AcceptanceStats:
-    """Acceptance in the rounds that an engine would need for this text."""
+    """Return the acceptance over the rounds that an engine would need for this document."""
     stats = AcceptanceStats()
     for kept in rounds(drafts(model, text, count, feeding), sample):
         stats.count(count, kept, kept + 1)
@@ -106,14 +106,14 @@ def accepted(model: LanguageModule, text: Text, sample: Sample, count: int, feed
 
 
 def rounds(made: list[list[int]], sample: Sample) -> list[int]:
-    """Drafts that every round of a text keeps.
+    """Return how many drafts each round of a document keeps.
 
     Args:
-        made: draft d of the round that starts behind row i, for all i; it is for token i + d + 1.
-        sample: the text; its first new token comes without drafts.
+        made: draft d of the round that starts after row i, for all i; it is for token i + d + 1.
+        sample: the document; its first new token comes without drafts.
 
-    Six tokens, of which two are the prompt, and two drafts a round: the first round starts with tokens 0 .. 2 known, at
-    row 1, and its drafts are for tokens 3 and 4.
+    With six tokens, of which two are the prompt, and two drafts per round, the first round starts at row 1 with tokens
+    0 .. 2 known, and its drafts are for tokens 3 and 4.
     """
     known, kept = sample.prompt + 1, []
     while known < sample.end:

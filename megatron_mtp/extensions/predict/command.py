@@ -1,4 +1,4 @@
-"""`megatron-mtp predict`: checkpoints, engines and a text in; acceptance by position and its causes out."""
+"""`megatron-mtp predict`: predict acceptance by position, and its causes, for checkpoints and engines."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from megatron_mtp.extensions.predict.engines import ENGINES
 from megatron_mtp.megatron.runtime import quieten
 
 INCOMPLETE = 1
-"""Exit status where a row of the table is missing."""
+"""Exit status if a row of the table is missing."""
 
 EXAMPLES = """examples:
   # acceptance of a trained checkpoint in vLLM once it is exported
@@ -30,7 +30,7 @@ EXAMPLES = """examples:
 
 
 def parser(program: str) -> Parser:
-    """The parser of the command's flags."""
+    """Create the parser of the command."""
     made = Parser(
         program,
         description="Predict the acceptance of an exported checkpoint's drafts in another engine, by position, compare "
@@ -62,7 +62,7 @@ def parser(program: str) -> Parser:
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Predict and print; bad input ends with one sentence and status 2."""
+    """Predict and print. Invalid input ends with one sentence and status 2."""
     args = parser(program).parse_args(arguments)
     with sentences(program):
         _check(args)
@@ -71,7 +71,7 @@ def main(arguments: list[str], program: str) -> int:
 
 
 def _check(args: Namespace) -> None:
-    """Raises ValueError for a number that is out of range, and for several checkpoints or engines without a table."""
+    """Raise ValueError for a number out of range, and for several checkpoints or engines without a table."""
     check_counts(args, "prompts", "prompt_tokens", "new_tokens")
     count = args.num_speculative_tokens
     if count is not None and not 1 <= count <= MOST_DRAFTED:
@@ -91,7 +91,7 @@ def _alone(args: Namespace) -> int:
 
 
 def _table(args: Namespace) -> int:
-    """A line for every checkpoint and engine; others go on where one cannot be computed."""
+    """Print a line for every checkpoint and engine; a line that fails does not stop the others."""
     from megatron_mtp.extensions.predict.predict import predict
     from megatron_mtp.extensions.predict.report import as_json, as_table
 

@@ -1,14 +1,14 @@
-"""Inputs that engines give the MTP layers of an exported model: one table, every rule with its source.
+"""How engines feed the MTP layers of an exported model: one table, with the source of every rule.
 
-A draft is made from a hidden state and the embedding of the newest token. Training gives draft d to depth d, with the
-state of depth d - 1 after its final norm, and depth d attends to what itself has seen at all earlier positions. An
-engine that does otherwise still gives correct texts, because it verifies; it accepts less.
+A draft is made from a hidden state and the embedding of the newest token. In training, draft d is made by depth d, from
+the state of depth d - 1 after its final norm, and depth d attends to its own rows at all earlier positions. An engine
+that does something else still generates correct output, because it verifies; it accepts fewer drafts.
 
     feeding = ENGINES["vllm"].feeding("glm4_moe", depths=2)
-    differences(TRAINED, feeding)          the rules that differ, with the words for both sides
+    differences(TRAINED, feeding)          the rules that differ, described for both sides
 
-Every engine that runs drafters (EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark) feeds them as our own decoder does; of these
-the table has the source and the evidence alone.
+Every engine that runs drafters (EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark) feeds them like our own decoder; for these,
+the table has only the source and the evidence.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ class Feeding:
             made with the trunk's states, and the earlier drafts of the round, each one position further. "window": the
             same with every row's trunk state and token d - 1 positions later. "first": rows made with the trunk's
             states alone. "none": itself alone.
-        first_row: whether a row of a zero state and token 0 stands before all others.
+        first_row: whether a row with a zero state and token 0 precedes all others.
         swapped: whether the halves of eh_proj are exchanged; no engine does that, but folders can be wrong.
     """
 
@@ -48,9 +48,9 @@ class Feeding:
 
 TRAINED = Feeding()
 SHARED_KEYS = Feeding(module="first", keys="chain")
-"""Training with --mtp-repeated-layer-shares-kv."""
+"""Rule of training with --mtp-repeated-layer-shares-kv."""
 FIRST_PASS_KEYS = Feeding(module="first", keys="first")
-"""Training with --mtp-repeated-layer-first-pass-kv."""
+"""Rule of training with --mtp-repeated-layer-first-pass-kv."""
 
 WORDS: dict[tuple[str, object], str] = {
     ("module", "own"): EVERY_DEPTH,
@@ -71,7 +71,7 @@ WORDS: dict[tuple[str, object], str] = {
     ("swapped", False): "eh_proj has the embedding half where the family's class expects it",
     ("swapped", True): "the halves of eh_proj are exchanged",
 }
-"""A rule in words, by its name and value."""
+"""Description of a rule, by its name and value."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Engine:
     several: Callable[[Feeding], Feeding] = lambda feeding: feeding
 
     def feeding(self, family: str, depths: int) -> Feeding:
-        """Inputs of the drafts of a folder of this family with so many MTP layers.
+        """Return how the drafts of a folder of this family with this many MTP layers are fed.
 
         Raises:
             ValueError: the table has no rules of the engine for this family.
@@ -169,7 +169,7 @@ class Engine:
         return self.several(feeding) if depths > 1 else feeding
 
     def check_layers(self, family: str, layers: str) -> None:
-        """Raises ValueError for an MTP layer that the engine does not build, by symbols of --hybrid-layer-pattern."""
+        """Raise ValueError for an MTP layer that the engine does not build, by symbols of --hybrid-layer-pattern."""
         allowed = self.families[family].layers
         if allowed is not None and not set(layers) <= set(allowed):
             raise ValueError(
@@ -178,10 +178,10 @@ class Engine:
             )
 
     def drafter(self, kind: str, is_latent: bool = False) -> DrafterRules:
-        """What the engine runs of a kind of drafters, or of those of the kind with latent attention.
+        """Return the engine's class for a kind of drafter, with latent attention or without.
 
         Raises:
-            ValueError: the table has nothing of the engine for these drafters.
+            ValueError: the engine has no such class in the table.
         """
         if kind not in self.drafters:
             known = ", ".join(self.drafters) or "no kind of drafters"
@@ -197,16 +197,16 @@ class Engine:
         return DrafterRules(rules.latent_source)
 
     def evidence_of(self, family: str) -> str:
-        """Whether the engine's counts were compared with these rules of a family."""
+        """Return whether the engine's counts were compared with these rules of a family."""
         return self.families[family].evidence or self.evidence
 
     def source_of(self, rule: str, family: str) -> str:
-        """The file, in the engine's repository, in which a rule of `Feeding` can be read."""
+        """Return the file, in the engine's repository, in which a rule of `Feeding` can be read."""
         in_class = rule in {row.name for row in fields(FamilyRules)}
         return f"{self.repository}: {self.families[family].source if in_class else self.source}"
 
     def check_count(self, count: int, depths: int) -> None:
-        """Raises ValueError for a number of drafts that the engine does not take."""
+        """Raise ValueError for a number of drafts that the engine does not accept."""
         if self.counts == "depths" and count != depths:
             raise ValueError(
                 f"--num-speculative-tokens is {count}, but {self.title} drafts with all MTP layers of the folder, here "
@@ -331,11 +331,11 @@ ENGINES: dict[str, Engine] = {
 
 @dataclass(frozen=True)
 class Difference:
-    """A rule of an engine that is not training's.
+    """A rule of an engine that differs from training.
 
     Attributes:
         rule: name of the field of `Feeding`.
-        trained, engine: both sides in words.
+        trained, engine: descriptions of both sides.
     """
 
     rule: str
@@ -344,7 +344,7 @@ class Difference:
 
 
 def differences(trained: Feeding, engine: Feeding, count: int) -> list[Difference]:
-    """The rules in which two ways of feeding differ, where so many drafts are made."""
+    """Return the rules in which two feedings differ, for this many drafts."""
     found = []
     for row in fields(Feeding):
         one, other = getattr(trained, row.name), getattr(engine, row.name)
@@ -354,9 +354,9 @@ def differences(trained: Feeding, engine: Feeding, count: int) -> list[Differenc
 
 
 FOR_ONE_DRAFT = {"trunk", "zeroed", "keys", "first_row", "swapped"}
-"""Rules that bear on the first draft."""
+"""Rules that affect the first draft."""
 
 
 def _same(rule: str, one: object, other: object, count: int) -> bool:
-    """A single draft sees the same rows, however later drafts see them."""
+    """Return whether rules are the same for one draft, which sees the same rows whatever later drafts see."""
     return rule == "keys" and count == 1 and "none" not in (one, other)

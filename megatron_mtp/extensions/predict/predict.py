@@ -1,6 +1,6 @@
-"""A prediction: the checkpoint continues prompts, and its MTP layers draft over the texts by the engine's rules.
+"""A prediction: the checkpoint continues prompts, and its MTP layers draft over the results by the engine's rules.
 
-A drafter drafts in our own decoder instead, whose rules are the engine's (`DrafterRules`).
+For a drafter, our own decoder drafts instead, because its rules are the engine's (`DrafterRules`).
 """
 
 import gc
@@ -28,22 +28,22 @@ from megatron_mtp.extensions.predict.source import (
 
 
 def predict(checkpoint: Path, engine: Engine, args: Namespace) -> tuple[Case, Prediction]:
-    """Acceptance of a checkpoint's MTP layers, or of its drafter, in an engine.
+    """Predict the acceptance of a checkpoint's MTP layers, or of its drafter, in an engine.
 
     Args:
         checkpoint: a Megatron checkpoint, a Hugging Face folder, or a name on the Hub.
         engine: a row of `ENGINES`.
-        args: the flags of `megatron-mtp predict`.
+        args: flags of `megatron-mtp predict`.
 
     Raises:
-        ValueError: the checkpoint cannot be read, or the engine cannot draft with it so.
+        ValueError: the checkpoint cannot be read, or the engine cannot draft with it.
     """
     with opened(checkpoint, args.family, args.tokenizer, args.trust_remote_code) as source:
         return _predict_drafter(source, engine, args) if source.drafter else _predict_depths(source, engine, args)
 
 
 def _predict_depths(source: Source, engine: Engine, args: Namespace) -> tuple[Case, Prediction]:
-    """Generate with a cache, then run the MTP layers by the engine's rules over the texts."""
+    """Generate with a cache, then run the MTP layers over the texts by the engine's rules."""
     engine.feeding(source.family, 1)  # refuses a family before anything is loaded
     loaded, tokenizer = load(source, args.tokenizer, args.trust_remote_code)
     model = loaded.runner.model
@@ -66,7 +66,7 @@ def _predict_depths(source: Source, engine: Engine, args: Namespace) -> tuple[Ca
 
 
 def _predict_drafter(source: Source, engine: Engine, args: Namespace) -> tuple[Case, Prediction]:
-    """Draft in our own decoder."""
+    """Draft in this package's decoder."""
     assert source.drafter is not None
     rules = engine.drafter(source.drafter, source.is_latent)
     loaded, tokenizer = load(source, args.tokenizer, args.trust_remote_code)
@@ -83,7 +83,7 @@ DRAFTS_NOTHING = "the model ends every text with its first token and drafts noth
 
 
 def _prompts(args: Namespace, tokenizer: Path) -> tuple[list[list[int]], frozenset[int]]:
-    """Pieces of the text, and the tokens that end a text."""
+    """Return pieces of the text, and the tokens that end a text."""
     ids, ends = read_ids(args.text, tokenizer, args.trust_remote_code)
     return cut_prompts(ids, args.prompts, args.prompt_tokens), ends
 

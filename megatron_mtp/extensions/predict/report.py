@@ -1,7 +1,7 @@
-"""The answer of `megatron-mtp predict`: as text, as JSON with vLLM's synthetic acceptance, and as lines of a table.
+"""The result of `megatron-mtp predict` as text, as JSON with vLLM's synthetic acceptance, and as lines of a table.
 
-vLLM's `--speculative-config` takes `synthetic_acceptance_rates` with `rejection_sample_method` "synthetic": rate d is
-the share of rounds that accept the drafts 1 .. d. So a load test can run before the model is deployed.
+vLLM's `--speculative-config` accepts `synthetic_acceptance_rates` with `rejection_sample_method` "synthetic": rate d is
+the fraction of rounds that accept drafts 1 .. d. So a load test can run before the model is deployed.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Case:
 
 
 def as_json(case: Case, predicted: Prediction) -> dict[str, Any]:
-    """The prediction's figures for --json; `speculative_config` is vLLM's."""
+    """Return the values for --json; `speculative_config` is vLLM's."""
     rates = [round(rate, 4) for rate in predicted.engine.accepted_per_position]
     return {
         "speculative_config": {
@@ -89,7 +89,7 @@ def _cause_json(case: Case, predicted: Prediction, cause: Cause) -> dict[str, An
 
 
 def as_text(case: Case, predicted: Prediction) -> str:
-    """The prediction for a terminal."""
+    """Format the prediction for a terminal."""
     head = [f"{case.engine.title} ({case.evidence})"]
     heads = DRAFTERS[case.drafter].called if case.drafter else _number(case.depths, "depth")
     head.append(f"{case.family} with {heads}, {_number(case.count, 'draft')} a round")
@@ -107,7 +107,10 @@ def as_text(case: Case, predicted: Prediction) -> str:
 
 
 def as_table(rows: list[dict[str, Any]], failed: list[dict[str, Any]]) -> str:
-    """A line for every checkpoint and engine, from its JSON; a length is of tokens a forward pass of the trunk."""
+    """Format one line per checkpoint and engine, from their JSON.
+
+    A length is in tokens per forward pass of the trunk.
+    """
     head = ["checkpoint", "engine", "family", "depths", "K", "as trained, %", "length", "predicted, %", "length"]
     table = [head]
     for row in rows:
@@ -124,7 +127,7 @@ def as_table(rows: list[dict[str, Any]], failed: list[dict[str, Any]]) -> str:
 
 
 def _rates(case: Case, predicted: Prediction) -> str:
-    """Acceptance by position: the engine's, training's."""
+    """Return acceptance by position: the engine's, and training's."""
     titles = [f"draft {place}" for place in range(1, case.count + 1)] + ["drafts a round"]
     lines = [f"{'':<12}" + "".join(f"{title:>16}" for title in titles)]
     for name, found in (("as trained", predicted.trained), ("predicted", predicted.engine)):

@@ -1,4 +1,4 @@
-"""Drafts made by the rules of an engine (`Feeding`), at all positions of a text at once, with Megatron's modules.
+"""Drafts made by the rules of an engine (`Feeding`), at all positions of a document at once, with Megatron's modules.
 
 The chain that starts at row i makes draft 1 from the trunk's state i and token i + 1, and draft d predicts token
 i + d + 1. Its earlier drafts are taken to be right, since a wrong one ends the round. So one forward of the depth per
@@ -35,20 +35,20 @@ ROWS_OF_LOGITS = 256
 
 @dataclass(frozen=True)
 class Text:
-    """A text and the trunk's states of it, [S, 1, H], after and before the final norm."""
+    """A document and the trunk's states of it, [S, 1, H], after and before the final norm."""
 
     tokens: list[int]
     after_SBH: Tensor
     before_SBH: Tensor
 
     def states(self, side: str) -> Tensor:
-        """The states of one side of the norm, [S, 1, H]."""
+        """Return the states before or after the norm, [S, 1, H]."""
         return self.after_SBH if side == "after" else self.before_SBH
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of a depth, one for every start: its states [R, 1, H], and how far tokens and positions are ahead of it."""
+    """Rows of an MTP layer, one per start: states [R, 1, H], and how far tokens and positions are ahead of it."""
 
     states_RBH: Tensor
     token: int
@@ -56,7 +56,7 @@ class Block:
 
 
 def check_model(model: LanguageModule) -> None:
-    """Raises ValueError for a model whose drafts are not made here."""
+    """Raise ValueError for a model that is not supported here."""
     if not model.mtp_process:
         raise ValueError("the checkpoint has no MTP layers to draft with; give one that was trained with some.")
     if not model.mtp.sequential:
@@ -70,12 +70,12 @@ def check_model(model: LanguageModule) -> None:
 
 
 def depth_layers(model: LanguageModule) -> str:
-    """Symbols of a depth's layers (--hybrid-layer-pattern); empty where a depth is one transformer layer."""
+    """Return the symbols of an MTP layer's layers (--hybrid-layer-pattern); empty if it is one transformer layer."""
     return "".join(getattr(model.mtp.layers[0].tf_layer, "layer_type_list", ()))
 
 
 def trained_feeding(model: LanguageModule) -> Feeding:
-    """Inputs of the depths in training; a single layer makes every draft, whatever it is called."""
+    """Return how MTP layers are fed in training; a single layer makes every draft, whatever it is called."""
     shared = SHARED_KEYS if model.mtp.has_chain else FIRST_PASS_KEYS
     feeding = shared if model.mtp.shares_kv else TRAINED
     return replace(feeding, module="first") if len(model.mtp.layers) == 1 else feeding
@@ -83,7 +83,7 @@ def trained_feeding(model: LanguageModule) -> Feeding:
 
 @torch.no_grad()
 def read_text(model: LanguageModule, tokens: list[int]) -> Text:
-    """Run the trunk over a text."""
+    """Run the trunk over a document."""
     attention, decoder = _attention(model, None, list(range(len(tokens)))), model.decoder
     with _input_of(decoder.final_norm if hasattr(decoder, "final_norm") else decoder.final_layernorm) as before:
         after_SBH = decoder(
@@ -96,7 +96,7 @@ def read_text(model: LanguageModule, tokens: list[int]) -> Text:
 
 @torch.no_grad()
 def greedy(model: LanguageModule, prompt: list[int], new: int) -> list[int]:
-    """Prompt and continuation, by whole forwards of the trunk: slow, and without a cache that could be wrong."""
+    """Return prompt and continuation, by whole forward passes of the trunk: slow, but without a cache."""
     tokens = list(prompt)
     for _ in range(new):
         tokens += likeliest(model, read_text(model, tokens).after_SBH[-1:])
@@ -105,13 +105,13 @@ def greedy(model: LanguageModule, prompt: list[int], new: int) -> list[int]:
 
 @torch.no_grad()
 def drafts(model: LanguageModule, text: Text, count: int, feeding: Feeding) -> list[list[int]]:
-    """Drafts 1 .. `count` of every start i, as lists of R tokens; draft d is for token i + d + 1.
+    """Return drafts 1 .. `count` of every start i, as lists of R tokens; draft d is for token i + d + 1.
 
     Args:
         model: the whole model, in evaluation mode.
-        text: of at least `count` + 2 tokens.
-        count: drafts of a round.
-        feeding: what they are made from.
+        text: document of at least `count` + 2 tokens.
+        count: drafts per round.
+        feeding: the engine's rules.
     """
     starts = len(text.tokens) - count - 1
     states_RBH = text.states(feeding.trunk)[:starts]
@@ -129,7 +129,7 @@ def drafts(model: LanguageModule, text: Text, count: int, feeding: Feeding) -> l
 
 
 def likeliest(model: LanguageModule, states_RBH: Tensor) -> list[int]:
-    """The likeliest token of every state [R, 1, H]."""
+    """Return the most likely token of every state [R, 1, H]."""
     attached = attached_of(model)
     project, tokens = attached.head().project, attached.true_vocab_size
     parts = [project(part_RBH)[:, 0, :tokens].argmax(-1) for part_RBH in states_RBH.split(ROWS_OF_LOGITS)]
@@ -144,7 +144,7 @@ def _layer(model: LanguageModule, number: int, feeding: Feeding) -> MultiTokenPr
 
 
 def _blocks(text: Text, states_RBH: Tensor, chain: list[Tensor], number: int, feeding: Feeding) -> list[Block]:
-    """The rows that exist where draft `number` is made; the last block has those that make it."""
+    """Return the rows that exist when draft `number` is made; the last block has the rows that make it."""
     if feeding.keys in ("own", "none"):
         return [Block(states_RBH, number, 0)]
     ahead = number - 1 if feeding.keys == "window" else 0
@@ -162,7 +162,7 @@ def _run(
     number: int,
     feeding: Feeding,
 ) -> tuple[Tensor, Tensor]:
-    """States of the last block, [R, 1, H], before and after the depth's final norm."""
+    """Return states of the last block, [R, 1, H], before and after the depth's final norm."""
     starts, first = blocks[-1].states_RBH.size(0), int(feeding.first_row)
     ahead = number - 1 if feeding.keys == "window" else 0
     states_NBH = torch.cat([block.states_RBH for block in blocks])
@@ -184,7 +184,7 @@ def _run(
 
 
 def _visible(starts: int, blocks: int, ahead: int, keys: str) -> Tensor:
-    """Bool [N, N], True where a row attends to another: in block 0 to what is known, in others to its own chain."""
+    """Return bool [N, N], True if a row attends to another: in block 0 to known tokens, in others to its own chain."""
     own = torch.eye(starts, dtype=torch.bool)
     if keys == "none":
         return own
@@ -200,7 +200,7 @@ def _visible(starts: int, blocks: int, ahead: int, keys: str) -> Tensor:
 
 
 def _with_first(visible_NN: Tensor) -> Tensor:
-    """Which rows see which, with a row in front that all others see."""
+    """Return which rows attend to which, with a row in front that all others attend to."""
     wider = torch.cat([torch.ones_like(visible_NN[:, :1]), visible_NN], dim=1)
     first = torch.zeros_like(wider[:1])
     first[0, 0] = True
@@ -208,7 +208,7 @@ def _with_first(visible_NN: Tensor) -> Tensor:
 
 
 def _attention(model: LanguageModule, mask: Tensor | None, positions: list[int]) -> AttentionInputs:
-    """Mask and rotary angles; latent attention makes its own (`placed`)."""
+    """Return mask and rotary angles; latent attention computes its own (`placed`)."""
     attached = attached_of(model)
     angles = attached.rotary_angles(max(positions) + 1)[0][positions] if attached.turns_heads else None
     return AttentionInputs(attention_mask=mask, rotary_pos_emb=angles)
@@ -216,7 +216,7 @@ def _attention(model: LanguageModule, mask: Tensor | None, positions: list[int])
 
 @contextmanager
 def _swapped(model: LanguageModule, swapped: bool) -> Iterator[None]:
-    """While this lasts, the halves of every eh_proj are exchanged."""
+    """Within the context, exchange the halves of every eh_proj."""
     layers: Iterable[torch.nn.Module] = model.mtp.layers if swapped else ()
     _exchange_halves(layers)
     try:
@@ -232,7 +232,7 @@ def _exchange_halves(layers: Iterable[torch.nn.Module]) -> None:
 
 
 def _embed(model: LanguageModule, tokens: list[int]) -> Tensor:
-    """[N, 1, H], a copy."""
+    """Return a copy of embeddings, [N, 1, H]."""
     device = _device(model)
     positions_BN = torch.arange(len(tokens), device=device).unsqueeze(0)
     ids_BN = torch.tensor([tokens], device=device)
@@ -246,7 +246,7 @@ def _device(model: LanguageModule) -> torch.device:
 
 @contextmanager
 def _input_of(module: torch.nn.Module) -> Iterator[list[Tensor]]:
-    """The inputs of a module's calls while this lasts."""
+    """Within the context, record the inputs of a module's calls."""
     seen: list[Tensor] = []
     handle = module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     try:

@@ -1,7 +1,7 @@
-"""The given checkpoint as what a prediction needs: a family, a model, and texts as an engine would make them.
+"""The given checkpoint in the form that a prediction needs: family, model, and documents as an engine would generate.
 
-In:  a Megatron checkpoint, or a Hugging Face folder, which is converted into a folder of temporary files.
-Out: `Source`; prompts cut from files; their greedy continuations; what a drafter's drafts were accepted of.
+In:  a Megatron checkpoint, or a Hugging Face folder, which is converted to a temporary folder.
+Out: `Source`; prompts cut from files; their greedy continuations; acceptance of a drafter's drafts.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ from megatron_mtp.megatron.checkpoint.reader import DistReader
 from megatron_mtp.spec.config import stands_beside
 
 BATCH = 8
-"""Texts that are continued together."""
+"""Sequences that are continued together."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Source:
 
 @contextmanager
 def opened(path: Path, family: str | None, tokenizer: Path | None, trust_remote_code: bool) -> Iterator[Source]:
-    """The checkpoint, as long as this lasts.
+    """Open the checkpoint within this context.
 
     Args:
         path: a Megatron checkpoint, a Hugging Face folder, or a name on the Hub.
         family: `model_type` of the export; None for the one that mcore-to-hf chooses.
-        tokenizer: folder of the tokenizer; None for the checkpoint's own.
-        trust_remote_code: whether to run the tokenizer folder's Python code.
+        tokenizer: tokenizer folder; None for the checkpoint's own.
+        trust_remote_code: whether to run Python code that comes with the tokenizer.
 
     Raises:
         ValueError: there is no such model, it cannot be exported, or a folder was given with a family.
@@ -83,10 +83,10 @@ def _family(config: HFConfig) -> str:
 
 
 def cut_prompts(ids: list[int], count: int, length: int) -> list[list[int]]:
-    """So many pieces of a text, evenly spread and without overlap.
+    """Cut this many pieces out of a document, evenly spread and without overlap.
 
     Raises:
-        ValueError: the text is too short.
+        ValueError: the document is too short.
     """
     if len(ids) < count * length:
         raise ValueError(
@@ -98,7 +98,7 @@ def cut_prompts(ids: list[int], count: int, length: int) -> list[list[int]]:
 
 
 def read_ids(files: list[str], folder: Path, trust_remote_code: bool) -> tuple[list[int], frozenset[int]]:
-    """Token ids of all text, and the ids that end a text; folders are searched as by preprocess."""
+    """Return token ids of all input, and the end tokens; folders are searched as by preprocess."""
     tokenizer = read_tokenizer(folder, trust_remote_code)
     documents = list_documents(find_files(files, TEXT_FILES))
     texts = (read_document(document, "text") for document in documents)
@@ -107,7 +107,7 @@ def read_ids(files: list[str], folder: Path, trust_remote_code: bool) -> tuple[l
 
 
 def load(source: Source, tokenizer: Path | None, trust_remote_code: bool) -> tuple[Loaded, Path]:
-    """The model to generate with, and the folder of its tokenizer.
+    """Load the model to generate with, and return its tokenizer folder.
 
     Raises:
         ValueError: Megatron cannot run the model, or there is no tokenizer.
@@ -128,18 +128,18 @@ def continued(
     ends: frozenset[int],
     progress: Callable[[int], object],
 ) -> list[Sample]:
-    """Every prompt with its greedy continuation.
+    """Return every prompt with its greedy continuation.
 
     Args:
         loaded: the model.
         prompts: token ids.
-        new: tokens that continue each.
-        count: K, drafts a round: so many tokens more are made, which the last round's drafts are compared with.
-        ends: tokens that end a text.
-        progress: called with the number of texts that are done.
+        new: number of tokens to generate for each.
+        count: K, drafts per round: this many more tokens are generated, to compare the last round's drafts with.
+        ends: end tokens.
+        progress: called with the number of finished documents.
 
     Raises:
-        ValueError: the model does not have so many positions.
+        ValueError: the model does not have this many positions.
     """
     _check_positions(loaded, len(prompts[0]) + new + count + 1)
     samples = []
@@ -158,7 +158,10 @@ def accepted_of_drafter(
     ends: frozenset[int],
     progress: Callable[[int], object],
 ) -> tuple[AcceptanceStats, int]:
-    """Acceptance of the drafter's drafts in our own decoder, and the number of new tokens; arguments as above."""
+    """Return the acceptance of the drafter's drafts in our own decoder, and the number of new tokens.
+
+    Arguments as above.
+    """
     _check_positions(loaded, len(prompts[0]) + new + count + 1)
     stats, made = AcceptanceStats(), 0
     config = {"method": loaded.runner.kind, "num_speculative_tokens": count}

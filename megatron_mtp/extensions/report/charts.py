@@ -1,7 +1,7 @@
-"""Charts of a page, and their drawing.
+"""Charts of a page: which ones, and how they are drawn.
 
-With one run, the MTP layers share a chart and have a color each. With several, every figure has a chart of its own,
-where the runs have a color each. All charts have the same steps, and charts of one kind the same values, on their axes.
+With one run, the MTP layers share a chart, each with its own color. With several, every metric has its own chart, and
+each run its own color. All charts have the same steps, and charts of one kind the same range of values.
 """
 
 import math
@@ -15,13 +15,13 @@ import plotly.graph_objects as go
 from megatron_mtp.extensions.report.runs import RunFolder, figures
 
 Ends = tuple[float, float] | None
-"""First and last value of an axis; plotly chooses them where it is None."""
+"""First and last value of an axis; plotly chooses an end that is None."""
 MEMORY = "peak memory bytes"
 GIB = 2**30
 COLORS = ("#3b7ddd", "#c8611d", "#1f8f68", "#a94f95", "#8a7a1c", "#cf4651", "#6f6bd0", "#5d7f90")
-"""Seen on light and on dark paper; the page's script chooses the color of text."""
+"""Colors that are readable on light and dark backgrounds; the page's script sets the color of text."""
 LONGEST_NAME = 28
-"""Characters of a legend's entry; of a longer name the end is shown."""
+"""Most characters of a legend entry; a longer name shows only its end."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ KINDS = (
 
 
 def charts(runs: list[RunFolder]) -> list[tuple[Kind, str, go.Figure]]:
-    """Every chart that the runs have figures for: its kind, title and drawing."""
+    """Return every chart that the runs have metrics for: its kind, title and drawing."""
     drawn = []
     steps = _ends(row["iteration"] for run in runs for row in run.rows)
     for kind in KINDS:
@@ -76,7 +76,10 @@ def charts(runs: list[RunFolder]) -> list[tuple[Kind, str, go.Figure]]:
 
 
 def _ends(values: Iterable[float]) -> Ends:
-    """The least and the largest finite value with a margin, above zero if they are; None if there is no such range."""
+    """Return the least and the largest finite value with a margin, above zero if they are.
+
+    None without such a range.
+    """
     finite = [value for value in values if math.isfinite(value)]
     if not finite or math.isinf(margin := (max(finite) - min(finite)) / 20) or not margin:
         return None
@@ -85,7 +88,7 @@ def _ends(values: Iterable[float]) -> Ends:
 
 
 def _lines(runs: list[RunFolder], key: str, divisor: float) -> list[go.Scatter]:
-    """Lines of training, and lines with marks of validation; test data is only in the table."""
+    """Return lines of training, and lines with markers of validation; test data is only in the table."""
     made = []
     for number, run in enumerate(runs):
         name, place = (label(key), _depth(key)) if len(runs) == 1 else (run.name[-LONGEST_NAME:], number)
@@ -130,11 +133,11 @@ def _layout(kind: Kind, steps: Ends, values: Ends, alone: bool) -> go.Layout:
 
 
 def label(key: str) -> str:
-    """'mtp_2 loss' becomes 'depth 2' and 'lm loss' 'trunk'; other figures keep their names."""
+    """Return 'depth 2' for 'mtp_2 loss' and 'trunk' for 'lm loss'; other metrics keep their names."""
     return f"depth {_depth(key)}" if _depth(key) else "trunk" if key == "lm loss" else key
 
 
 def _depth(key: str) -> int:
-    """The number of the depth; 0 if the figure has none."""
+    """Return the number of the depth; 0 if the metric has none."""
     named = re.match(r"mtp_(\d+) ", key)
     return int(named[1]) if named else 0

@@ -1,4 +1,4 @@
-"""`megatron-mtp report RUN_DIR ...`: the folders of runs in, one HTML page out."""
+"""`megatron-mtp report RUN_DIR ...`: render the folders of runs as one HTML page."""
 
 from argparse import Namespace
 
@@ -22,7 +22,7 @@ EXAMPLES = """examples:
 
 
 def parser(program: str) -> Parser:
-    """The parser of the command's flags."""
+    """Create the parser of the command."""
     made = Parser(
         program,
         description="Render losses, acceptance, costs, settings and drafts of runs as one self-contained HTML page.",
@@ -35,13 +35,13 @@ def parser(program: str) -> Parser:
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Write the page; bad input ends with one sentence and exit status 2."""
+    """Write the page. Invalid input ends with one sentence and exit status 2."""
     args = parser(program).parse_args(arguments)
     return status_of(program, lambda: write(args))
 
 
 def write(args: Namespace) -> int:
-    """Write the page and print its path; ValueError for runs that cannot be read, or without the extra `report`."""
+    """Write the page and print its path. Raise ValueError if runs cannot be read, or without the extra `report`."""
     with from_extra("report", "the page", "plotly", "pydantic"):
         from megatron_mtp.extensions.report.page import page
         from megatron_mtp.extensions.report.runs import read_runs

@@ -1,6 +1,6 @@
 """The page: charts, tables and drafts in one HTML file that needs no network.
 
-It contains plotly's script and a short one of its own, and its policy allows only these two.
+It contains plotly's script and a short one of its own, and its content security policy allows only these two.
 """
 
 import json
@@ -17,7 +17,7 @@ from megatron_mtp.extensions.report.charts import GIB, MEMORY, charts
 from megatron_mtp.extensions.report.runs import DraftRecord, MetricsRow, RunFolder, figures
 
 OF_A_PROCESS = {"rank", "local_rank", "mtp_metrics_dir", "tensorboard_dir", "save", "wandb_save_dir"}
-"""Arguments whose differences do not matter."""
+"""Arguments of one process, whose differences do not matter."""
 
 ABOUT = (
     "Charts are over training steps: lines with marks are evaluations, thin lines training. Acceptance of a depth: how "
@@ -76,7 +76,7 @@ RECORD = (
 
 
 def page(runs: list[RunFolder]) -> str:
-    """The whole document."""
+    """Return the whole document."""
     plotly = get_plotlyjs()
     hashes = (b64encode(sha256(script.encode()).digest()).decode() for script in (plotly, SCRIPT))
     policy = (
@@ -101,7 +101,7 @@ def page(runs: list[RunFolder]) -> str:
 
 
 def _headline(run: RunFolder, is_alone: bool) -> str:
-    """What came of a run: loss and acceptance of its newest evaluation, and how fast it drafted."""
+    """Summarize a run: loss and acceptance of its newest evaluation, and how fast it drafted."""
     step = max(row["iteration"] for row in run.rows)
     split = next((one for one in run.evaluations() if one.startswith("validation")), "training")
     newest = {key: list(points.values())[-1] for key in figures([run]) if (points := run.points(split, key))}
@@ -132,7 +132,7 @@ def _charts(runs: list[RunFolder]) -> str:
 
 
 def _final(runs: list[RunFolder]) -> str:
-    """The newest value of every figure, a column a run."""
+    """Return the newest value of every metric, one column per run."""
     rows = [("last step", [str(max(row["iteration"] for row in run.rows)) for run in runs])]
     for split in [*dict.fromkeys(split for run in runs for split in run.evaluations()), "training"]:
         for key in figures(runs):
@@ -147,7 +147,7 @@ def _written(key: str, value: float) -> str:
 
 
 def _settings(runs: list[RunFolder]) -> str:
-    """Dates and versions, the arguments that differ, all arguments folded up, and the newest start's commands."""
+    """Return dates, versions, arguments that differ, all arguments collapsed, and commands of the newest start."""
     known = [run for run in runs if run.started is not None]
     if not known:
         return "<p>No run has a run.json.</p>"
@@ -180,7 +180,7 @@ def _shown(value: Any) -> str:
 
 
 def _table(name: str, runs: list[RunFolder], rows: list[tuple[str, list[str]]]) -> str:
-    """A column a run, in a region that scrolls where the page is narrower."""
+    """Return a table with one column per run, in a region that scrolls if the page is narrower."""
     heads = "".join(f'<th scope="col">{escape(run.name)}</th>' for run in runs)
     body = "".join(
         f'<tr><th scope="row">{escape(row)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
@@ -193,7 +193,7 @@ def _table(name: str, runs: list[RunFolder], rows: list[tuple[str, list[str]]]) 
 
 
 def _drafts(name: str, drafts: DraftRecord) -> str:
-    """Figures of drafting, and every text token by token."""
+    """Return metrics of drafting, and every text token by token."""
     method = "plain decoding" if drafts.config is None else str(drafts.config.get("method"))
     figures = (
         f'<tr><th scope="row">{escape(key.replace("_", " "))}</th><td>{escape(_shown(value))}</td></tr>'
@@ -210,7 +210,7 @@ def _drafts(name: str, drafts: DraftRecord) -> str:
 
 
 def _step(place: int, step: MetricsRow, drafts: DraftRecord) -> str:
-    """The tokens of a forward pass: accepted, then rejected, then the trunk's own."""
+    """Return the tokens of a forward pass: accepted, then rejected, then the trunk's own."""
     kinds = [("span class=accepted", "accepted", step.emitted[: step.accepted]), ("del", "rejected", step.rejected())]
     kinds.append(("span class=own", "the trunk's own", step.emitted[step.accepted :]))
     return "".join(
@@ -221,6 +221,6 @@ def _step(place: int, step: MetricsRow, drafts: DraftRecord) -> str:
 
 
 def _piece(token: int, drafts: DraftRecord) -> str:
-    """The token's text, or its id where there is none; a line break is shown as a sign and made."""
+    """Return the token's text, or its id without a text; a line break is shown as a symbol and as a break."""
     piece = drafts.pieces.get(str(token))
     return f"{token} " if piece is None else escape(piece).replace("\n", "⏎\n")

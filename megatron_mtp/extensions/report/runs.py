@@ -1,4 +1,4 @@
-"""The files of runs' folders: metrics.jsonl, run.json, and drafts.json if text was generated with `--record`."""
+"""Files of run folders: metrics.jsonl, run.json, and drafts.json if `generate` ran with `--record`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 
 class MetricsRow(BaseModel):
-    """A forward pass of the trunk: the drafted tree, how many of its tokens were accepted, and what was emitted."""
+    """A forward pass of the trunk: the draft tree, how many of its tokens were accepted, and what was emitted."""
 
     drafted: list[Count | None]
     parents: list[Count]
@@ -30,7 +30,7 @@ class MetricsRow(BaseModel):
         return self
 
     def rejected(self) -> list[int]:
-        """Drafted tokens that are not on the accepted path; `parents` are rows, of which row 0 is the newest token."""
+        """Draft tokens that are not on the accepted path; `parents` are rows, of which row 0 is the newest token."""
         row, path, nodes = 0, set(), list(zip(self.drafted, self.parents, strict=True))
         for token in self.emitted[: self.accepted]:
             row = next((n for n, node in enumerate(nodes, start=1) if node == (token, row)), row)
@@ -39,14 +39,14 @@ class MetricsRow(BaseModel):
 
 
 class DraftedText(BaseModel):
-    """A generated text."""
+    """A generated output."""
 
     prompt: list[Count]
     steps: list[MetricsRow]
 
 
 class DraftRecord(BaseModel):
-    """The object of drafts.json; `pieces` has the text of every token id."""
+    """Contents of drafts.json; `pieces` has the text of every token id."""
 
     config: dict[str, Any] | None
     figures: dict[str, Any]
@@ -56,7 +56,7 @@ class DraftRecord(BaseModel):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """One folder, named as it was given; `started` and `drafts` are None where there is no such file."""
+    """One folder, named as given; `started` and `drafts` are None if the files do not exist."""
 
     name: str
     rows: list[Row]
@@ -64,17 +64,17 @@ class RunFolder:
     drafts: DraftRecord | None
 
     def points(self, split: str, key: str) -> dict[int, float]:
-        """Values by step, in the order of steps; the last row of a step counts."""
+        """Return values by step, in order; the last row of a step counts."""
         found = {row["iteration"]: row[key] for row in self.rows if row["split"] == split and key in row}
         return dict(sorted(found.items()))
 
     def evaluations(self) -> list[str]:
-        """Splits other than training: validation, or several such as validation-code, and test."""
+        """Return splits other than training: validation, or several such as validation-code, and test."""
         return list(dict.fromkeys(row["split"] for row in self.rows if row["split"] != "training"))
 
 
 def read_runs(folders: list[Path]) -> list[RunFolder]:
-    """Every folder once, in the order given; ValueError for one that is not a run, or has a damaged file."""
+    """Read every folder once, in the given order. Raise ValueError for one that is not a run, or has a damaged file."""
     return [
         RunFolder(str(folder), read_rows(folder), read_run_record(folder), _drafts(folder / DRAFTS))
         for folder in dict.fromkeys(folders)
@@ -82,7 +82,7 @@ def read_runs(folders: list[Path]) -> list[RunFolder]:
 
 
 def figures(runs: list[RunFolder]) -> list[str]:
-    """Names of all figures, in the order in which they first appear."""
+    """Return the names of all metrics, in order of appearance."""
     return list(
         dict.fromkeys(key for run in runs for row in run.rows for key in row if key not in ("iteration", "split"))
     )

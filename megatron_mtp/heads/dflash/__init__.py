@@ -1,6 +1,6 @@
-"""DFlash (arXiv:2602.06036): a block of tokens in one pass.
+"""DFlash (arXiv:2602.06036): drafts a block of tokens in one pass.
 
-row.py      what it is called, reads and learns, and where its parts are
+row.py      its table row: names, layers that it reads, loss, parts
 propose.py  how it drafts
 folder.py   its folder for engines
 """

@@ -1,4 +1,4 @@
-"""Drafting with DFlash: K + 1 rows, the last K of which draft the tokens of their own places."""
+"""Drafting with DFlash: K + 1 rows, of which the last K draft the tokens at their own positions."""
 
 from megatron_mtp.decoding.proposers.blocks import Blocks
 

@@ -1,4 +1,4 @@
-"""DFlash in a row: what it reads, learns and has, and where its parts are."""
+"""Table row of DFlash: layers that it reads, loss, settings and parts."""
 
 from megatron_mtp.spec.kinds import SETTINGS_OF_BLOCKS, DrafterKind, spread_layers, weights_of_blocks
 

@@ -1,22 +1,23 @@
-"""DFlash2 (z-lab): DFlash with a convolution along each block, and drafts that are chosen by the token before.
+"""DFlash2 (z-lab): DFlash with a convolution along each block, and a choice of each draft by the previous token.
 
-**Convolution.** Of a layer's rows in a block, row 0 the newest token; x is the normed input of attention or of the MLP:
+**Convolution.** For a layer's rows in a block, row 0 being the newest token; x is the normalized input of attention or
+of the MLP:
 
-    y      = conv_1(attention(conv_0(x)))                                       and so for the MLP
+    y      = conv_1(attention(conv_0(x)))                                       the same for the MLP
     conv_s(z)[t, c] = sum_{k < 2} (base[s, k, c] + d[t, s, k, g(c)]) z[t - k, c]    z before row 0 is 0
     d[t]   = projection x[t]                                                    16 channels g share a number
 
-**Choice.** With U the logits of the head and h the state that it reads, the drafts are chosen from left to right, each
-among the 16 tokens b with the largest U(b). With a the token before:
+**Choice.** With U the logits of the output layer and h the state that it reads, the drafts are chosen from left to
+right, each among the 16 tokens b with the largest U(b). With a the previous token:
 
     S(a, b) = U(b) + <W1[a] * (P h), W2[b]>
 
-In training a is the text's token. The rows learn by U, as those of DFlash do; W1, W2, P and the rows by the
-cross-entropy of S over the 16 too (`losses/selector.py`). A new drafter drafts what DFlash drafts: base is 1 for k = 0,
-and the rest of both kernels and W2 are 0.
+In training, a is the text's token. The rows learn from U, as in DFlash; W1, W2, P and the rows also learn from the
+cross-entropy of S over the 16 (`losses/selector.py`). A new drafter drafts the same as DFlash: base is 1 for k = 0, and
+the rest of both kernels and W2 are 0.
 
 Letters in names: S rows of all blocks, A blocks, R rows of one, B batch, H hidden, G groups of C channels, T rows that
-a convolution adds up.
+a convolution sums.
 """
 
 from dataclasses import replace
@@ -40,13 +41,13 @@ from megatron_mtp.spec.head import HeadSpec
 
 
 class Convolution(MegatronModule):
-    """The convolutions before and after a part of a layer; every tensor-parallel rank has all of it.
+    """The convolutions before and after a part of a layer, replicated on every tensor-parallel rank.
 
     Attributes:
-        rows: of a block. A call with fewer rows is one block, as in drafting.
-        tp_group: the ranks that have copies, of which a checkpoint keeps one.
+        rows: rows of a block. A call with fewer rows is a single block, as in drafting.
+        tp_group: ranks with copies, of which a checkpoint stores one.
         base_kernel: [2, T, H], before and after.
-        kernel_projection: [2 T G, H], makes what every row adds to both.
+        kernel_projection: [2 T G, H], computes what every row adds to both.
     """
 
     rows: int
@@ -62,11 +63,11 @@ class Convolution(MegatronModule):
             self.base_kernel[:, 0] = 1
 
     def of_rows(self, input_SBH: Tensor) -> Tensor:
-        """What the rows add to the kernels, [S, B, 2, T, G, 1], from the normed input of the part."""
+        """Return what the rows add to the kernels, [S, B, 2, T, G, 1], from the normalized input of the part."""
         return linear(input_SBH, self.kernel_projection).unflatten(-1, (2, TAPS, -1, 1))
 
     def forward(self, values_SBH: Tensor, added_SB2TG1: Tensor, side: int) -> Tensor:
-        """The convolution of the values, before the part (side 0) or after it (side 1)."""
+        """Convolve the values, before the part (side 0) or after it (side 1)."""
         made_SBH = torch.zeros_like(values_SBH)
         for tap in range(TAPS):
             earlier_SBH = self._earlier(values_SBH, tap)
@@ -76,7 +77,7 @@ class Convolution(MegatronModule):
         return made_SBH
 
     def _earlier(self, values_SBH: Tensor, tap: int) -> Tensor:
-        """The values of so many rows before, within each block."""
+        """Return values this many rows earlier, within each block."""
         if tap == 0:
             return values_SBH
         blocks = max(len(values_SBH) // self.rows, 1)
@@ -85,25 +86,25 @@ class Convolution(MegatronModule):
 
 
 class Convolved(torch.nn.Module):
-    """A part of a layer between convolutions."""
+    """A part of a layer between two convolutions."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **others: Any) -> None:
         super().__init__(config, *args, **others)
         self.conv = Convolution(config)
 
     def forward(self, hidden_SBH: Tensor, *args: Any, **others: Any) -> tuple[Tensor, Tensor | None]:
-        """The part's output of the normed rows, and its bias."""
+        """Return the part's output for the normalized rows, and its bias."""
         added = self.conv.of_rows(hidden_SBH)
         made_SBH, bias = super().forward(self.conv(hidden_SBH, added, 0), *args, **others)
         return self.conv(made_SBH, added, 1), bias
 
 
 class ConvolvedAttention(Convolved, SelfAttention):
-    """Attention of rows of blocks; the context's keys and values have no convolution."""
+    """Attention of block rows; the context's keys and values are not convolved."""
 
 
 class ConvolvedMLP(Convolved, MLP):
-    """An MLP of rows of blocks."""
+    """MLP of block rows."""
 
 
 class DFlash2Layer(BiasedLayer):
@@ -120,12 +121,12 @@ class DFlash2Layer(BiasedLayer):
 
     @override
     def before(self, state: Tensor, token: Tensor) -> Tensor:
-        """W1[token] * (P h)."""
+        """Return W1[token] * (P h)."""
         return super().before(state, token) * linear(state, self.markov_projection)
 
 
 class DFlash2Block(BiasedBlocks):
-    """K drafts at once, each a choice among the likeliest tokens.
+    """Drafts K tokens at once, each chosen among the likeliest tokens.
 
     Raises:
         ValueError: the hidden size is not a multiple of 16.

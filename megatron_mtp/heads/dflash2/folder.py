@@ -1,4 +1,4 @@
-"""The folder of a DFlash2 drafter: that of DFlash, with convolutions and `candidate_selector.*`."""
+"""Hugging Face format of a DFlash2 drafter: that of DFlash, with convolutions and `candidate_selector.*`."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -13,7 +13,7 @@ from megatron_mtp.spec.kinds import DrafterKind
 
 
 class DFlash2Folder(BlockCodec):
-    """DFlash2, with convolutions along the block and a choice among likely tokens; it has no draft vocabulary."""
+    """DFlash2: convolutions along the block and a choice among likely tokens; no draft vocabulary."""
 
     own_forms: ClassVar[dict[str, Any]] = {
         "conv_kernel_size": TAPS,

@@ -1,4 +1,4 @@
-"""Drafting with DFlash2: a block from left to right, each draft chosen among likely tokens by the token before.
+"""Drafting with DFlash2: a block from left to right, each token chosen among likely ones by the previous token.
 
 Letters in names: B batch, M rank of the bias, C candidates, V vocabulary.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DFlash2(LeftToRight):
-    """K + 1 rows; each draft is one of the tokens with the largest logits, by these with the bias."""
+    """Drafts with K + 1 rows; chooses each token among those with the largest logits, by the logits with bias."""
 
     line = "a DFlash2 drafter, which chooses among likely tokens from left to right; K is at most that of its training"
     depths = "dflash2"
@@ -28,7 +28,7 @@ class DFlash2(LeftToRight):
 
     @override
     def biased(self, logits_BV: Tensor, before_BM: Tensor) -> Tensor:
-        """Logits of the candidates, with the bias; all other tokens have no probability."""
+        """Return logits of the candidates with the bias; all other tokens get probability 0."""
         unary_BC, token_BC = logits_BV.topk(min(CANDIDATES, logits_BV.size(-1)))
         chosen_BCM = self.runner.model.mtp.layer.markov_w2[token_BC]
         scores_BC = unary_BC + (chosen_BCM @ before_BM.unsqueeze(-1)).squeeze(-1)

@@ -1,4 +1,4 @@
-"""DFlash2 in a row: what it reads, learns and has, and where its parts are."""
+"""Table row of DFlash2: layers that it reads, loss, settings and parts."""
 
 from megatron_mtp.spec.kinds import (
     MARKOV,
@@ -10,8 +10,9 @@ from megatron_mtp.spec.kinds import (
 )
 
 TAPS, CHANNELS_OF_A_KERNEL, CANDIDATES = 2, 16, 16
-"""Sizes of every published one: rows that a convolution adds up, channels that share what a row adds to its kernel, and
-tokens that a draft is chosen from."""
+"""Sizes in every published checkpoint: rows that a convolution adds up, channels that share a row's contribution to its
+kernel, and candidate tokens of a draft.
+"""
 
 ROW = DrafterKind(
     name="dflash2",

@@ -1,8 +1,8 @@
-"""Domino (arXiv:2605.29707): a block whose drafts know all tokens before them in it.
+"""Domino (arXiv:2605.29707): a block with a bias by all previous tokens of it.
 
-row.py        what it is called, reads and learns, and where its parts are
+row.py        its table row: names, layers that it reads, loss, parts
 block.py      its module in a model
 propose.py    how it drafts
 folder.py     its folder for engines
-reference.py  its computation from that folder alone
+reference.py  reference implementation that runs from this folder alone
 """

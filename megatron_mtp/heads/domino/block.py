@@ -1,13 +1,13 @@
-"""Domino (arXiv:2605.29707): DFlash's block, with a bias by all tokens before a draft in it.
+"""Domino (arXiv:2605.29707): DFlash's block, with a bias by all tokens before a draft in the block.
 
     g_k     = GRU(embedding(t_{a+k-1}), g_{k-1})            g_0 = 0, without biases; t_a the newest token
-    logits  head(h_k) + W2 silu(W1 [h_k; g_k])              of draft k = 2 .. K, h_k its row's state after the norm
-    logits  head(h_1)                                       of draft 1
+    logits  output(h_k) + W2 silu(W1 [h_k; g_k])            of draft k = 2 .. K, h_k its row's state after the norm
+    logits  output(h_1)                                     of draft 1
 
-In training the tokens are the text's. The loss is (1 - s) times that of these logits, and s times that of head(h_k)
+In training, the tokens are the text's. The loss is (1 - s) times that of these logits plus s times that of output(h_k)
 alone; s falls from 1 to 0 over the run, so that the rows learn before the bias does.
 
-Letters in names: A blocks, D drafts of a block, B batch, H hidden, G numbers of the GRU's state, R rank of the bias.
+Letters in names: A blocks, D draft tokens of a block, B batch, H hidden, G size of the GRU's state, R rank of the bias.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ class DominoLayer(BlockDrafterLayer):
     """All weights of the drafter.
 
     Attributes:
-        gru_input, gru_state: [3 G, H] and [3 G, G], of the reset gate, the update gate and the new state, as torch has
-            them.
+        gru_input, gru_state: [3 G, H] and [3 G, G], for the reset gate, the update gate and the new state, in torch's
+            order.
         bias_input, bias_output: W1 [R, H + G] and W2 [V, R].
     """
 
@@ -43,18 +43,18 @@ class DominoLayer(BlockDrafterLayer):
         self.bias_output = self.whole_on_every_rank(drafter.vocabulary, rank)
 
     def after(self, embedded_NH: Tensor, before_NG: Tensor | None) -> Tensor:
-        """The GRU's state [N, G] after tokens, from that before them; None before the first."""
+        """Return the GRU's state [N, G] after these tokens, from the previous state; None before the first."""
         if before_NG is None:
             before_NG = embedded_NH.new_zeros(len(embedded_NH), self.gru_state.size(1))
         return torch.gru_cell(embedded_NH, before_NG, self.gru_input, self.gru_state)
 
     def biased_by(self, state: Tensor, memory: Tensor) -> Tensor:
-        """What W2 makes the bias of, [..., R], for states [..., H] and the GRU's states [..., G]."""
+        """Return the input of W2, [..., R], for states [..., H] and the GRU's states [..., G]."""
         return silu(linear(torch.cat([state, memory], dim=-1), self.bias_input))
 
 
 class DominoBlock(BiasedBlocks):
-    """K drafts at once, each but the first with a bias by the tokens before it in the block."""
+    """Drafts K tokens at once; each but the first has a bias by the previous tokens of the block."""
 
     @override
     def make_layer(self, *args: Any) -> DominoLayer:

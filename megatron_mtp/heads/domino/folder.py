@@ -1,4 +1,4 @@
-"""The folder of a Domino drafter: that of DFlash, with `prefix_gru.*` and `embed_proj.*`."""
+"""Hugging Face format of a Domino drafter: that of DFlash, with `prefix_gru.*` and `embed_proj.*`."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -12,11 +12,11 @@ from megatron_mtp.spec.head import HeadSpec
 from megatron_mtp.spec.kinds import DrafterKind
 
 PLAIN = "pure_draft_prefix_len"
-"""How many drafts have no bias: one in every published folder."""
+"""Number of drafts without a bias: one in every published folder."""
 
 
 class DominoFolder(BlockCodec):
-    """Domino, whose rows draft the next token (`shift_label`) or their own; it has no draft vocabulary."""
+    """Domino, whose rows draft the next token (`shift_label`) or the one at their own position; no draft vocabulary."""
 
     own_forms: ClassVar[dict[str, Any]] = {"projector_type": "domino", PLAIN: 1}
     whole_numbers = (*BlockCodec.whole_numbers, "emb_dim", "gru_hidden_dim", PLAIN)

@@ -1,6 +1,6 @@
-"""Drafting with Domino: a block from left to right, with a state over its tokens.
+"""Drafting with Domino: a block from left to right, with a recurrent state over its tokens.
 
-Letters in names: B batch, M rank of the bias, H hidden, G numbers of the state, V vocabulary.
+Letters in names: B batch, M rank of the bias, H hidden, G size of the state, V vocabulary.
 """
 
 from typing import TYPE_CHECKING, override
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Domino(LeftToRight):
-    """Drafts one by one; the first draft has no bias."""
+    """Drafts tokens one by one; the first one has no bias."""
 
     line = "a Domino drafter, whose drafts know all tokens before them in the block; K is at most that of its training"
     depths = "domino"

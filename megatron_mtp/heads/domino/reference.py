@@ -1,4 +1,4 @@
-"""Domino from its folder alone, as SpecForge computes it: the judge of `verify`.
+"""Reference implementation of Domino that runs from its folder alone, as SpecForge computes it; used by `verify`.
 
 Letters: S positions, K drafts, X states of several layers side by side, H hidden, V vocabulary.
 """
@@ -13,7 +13,7 @@ from megatron_mtp.checkpoint.verify.drafters import Drafts, Reference
 
 
 class DominoReference(Reference):
-    """In float32, with torch's own GRU."""
+    """Domino in float32, with torch's own GRU."""
 
     @override
     def biased(self, logits_KN: Tensor, state_KH: Tensor, tokens_K: Tensor, words_VH: Tensor) -> Drafts:

@@ -1,4 +1,4 @@
-"""Domino in a row: what it reads, learns and has, and where its parts are."""
+"""Table row of Domino: layers that it reads, loss, settings and parts."""
 
 import math
 
@@ -6,7 +6,7 @@ from megatron_mtp.spec.kinds import GRU_SIZE, MARKOV_RANK, SETTINGS_OF_BLOCKS, D
 
 
 def weights(drafts: int) -> list[float]:
-    """Weights that fall by the factor e in 7 of 16 drafts, as published for blocks of 16."""
+    """Return loss weights that fall by a factor of e in 7 of 16 drafts, as published for blocks of 16."""
     return [math.exp(-16 * draft / (7 * drafts)) for draft in range(drafts)]
 
 

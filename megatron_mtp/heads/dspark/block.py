@@ -1,9 +1,9 @@
-"""DSpark (arXiv:2607.05147): a block whose drafts know the token before, and how likely each of them is accepted.
+"""DSpark (arXiv:2607.05147): a block of drafts that know the previous token and how likely they are accepted.
 
-    logits      head(norm(x)) + W2 W1[t_{a+k-1}]            the row at a + k - 1 drafts t_{a+k}: K rows
-    confidence  sigmoid(w [norm(x); W1[t_{a+k-1}]] + b)     learns the rate at which sampled drafts are accepted
+    logits      output(norm(x)) + W2 W1[t_{a+k-1}]          the row at a + k - 1 drafts t_{a+k}: K rows
+    confidence  sigmoid(w [norm(x); W1[t_{a+k-1}]] + b)     learns the acceptance rate of sampled drafts
 
-Letters in names: A blocks, D drafts of a block, B batch, H hidden, R rank of the bias, X both side by side.
+Letters in names: A blocks, D draft tokens of a block, B batch, H hidden, R rank of the bias, X both side by side.
 """
 
 from typing import Any, override
@@ -30,12 +30,12 @@ class DSparkLayer(BiasedLayer):
         self.confidence_bias = self.whole_on_every_rank(1)
 
     def confidence(self, state_and_token: Tensor) -> Tensor:
-        """The logit that a draft is accepted, from [norm(x); W1[token before]] [..., H + R]."""
+        """Return the logit of a draft being accepted, from norm(x) and W1[previous token] in one tensor."""
         return linear(state_and_token, self.confidence_weight, self.confidence_bias).squeeze(-1)
 
 
 class DSparkBlock(BiasedBlocks):
-    """K drafts at once, with a confidence each."""
+    """Drafts K tokens at once, each with a confidence."""
 
     @override
     def make_layer(self, *args: Any) -> DSparkLayer:

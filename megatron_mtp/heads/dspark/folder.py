@@ -1,4 +1,4 @@
-"""The folder of a DSpark drafter: that of DFlash, with `markov_head.*` and `confidence_head.*`."""
+"""Hugging Face format of a DSpark drafter: that of DFlash, with `markov_head.*` and `confidence_head.*`."""
 
 from typing import Any, ClassVar, override
 
@@ -9,7 +9,7 @@ from megatron_mtp.spec.head import HeadSpec
 
 
 class DSparkFolder(BlockCodec):
-    """DSpark, with a bias by the token before and a confidence; every row of its block drafts."""
+    """DSpark: a bias by the previous token and a confidence; every row of its block drafts."""
 
     own_forms: ClassVar[dict[str, Any]] = {"projector_type": "dspark"}
     whole_numbers = (*BlockCodec.whole_numbers, "markov_rank")

@@ -1,6 +1,6 @@
-"""Drafting with DSpark: a block from left to right, up to the first draft that is unlikely to be accepted.
+"""Drafting with DSpark: a block from left to right, up to the first token that is unlikely to be accepted.
 
-Letters in names: B batch, K drafts, M rank of the bias, X a state beside it, N drafted tokens, V vocabulary.
+Letters in names: B batch, K drafts, M rank of the bias, X a further state, N draft vocabulary, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DSparkSettings(Settings):
-    """Settings of the end of a draft."""
+    """When to end a draft."""
 
     min_confidence: float = setting(
         0.0, "a draft ends before the first token whose confidence, the chance that it is accepted, is lower", 0, 1
@@ -27,10 +27,10 @@ class DSparkSettings(Settings):
 
 
 class DSpark(LeftToRight):
-    """K rows that draft the tokens after them.
+    """Drafts with K rows, each for the token after it.
 
-    A confidence does not depend on the token that it is of. So where drafts are sampled, to end them by it changes no
-    distribution.
+    The confidence of a token does not depend on the token itself. So for sampled drafts, ending them by confidence does
+    not change the distribution.
     """
 
     line = "a DSpark drafter, whose block is sampled from left to right; K is at most that of its training"
@@ -48,7 +48,7 @@ class DSpark(LeftToRight):
 
     @override
     def biased(self, logits_BV: Tensor, before_BM: Tensor) -> Tensor:
-        """With W2 W1[token before]; tokens that may not be drafted stay without probability."""
+        """Add W2 W1[previous token]; tokens outside the draft vocabulary keep probability 0."""
         layer, tokens_N = self.runner.model.mtp.layer, self.runner.model.mtp.draft_vocabulary
         bias_BN = linear(before_BM, layer.markov_w2)
         if layer.head is None or tokens_N is None:
@@ -57,7 +57,7 @@ class DSpark(LeftToRight):
         return logits_BV + bias_BV.index_copy_(1, tokens_N, bias_BN)[:, : self.runner.vocab_size]
 
     def _ended(self, draft: Draft, confidence_BK: Tensor, few_shapes: bool) -> Draft:
-        """The draft up to where it is confident; where shapes may be many, without the rows that no sequence drafts."""
+        """Cut the draft where confidence ends; if shapes may vary, drop rows that no sequence drafts."""
         valid_BK = (confidence_BK >= self.settings.min_confidence).cumprod(dim=1).bool()
         if few_shapes:
             return Draft(draft.tokens_BN, draft.probs_BNV, None, valid_BK)

@@ -1,12 +1,12 @@
-"""EAGLE (Li et al., arXiv:2401.15077; its trees arXiv:2406.16858): a drafter of one layer on the trunk's last state.
+"""EAGLE (Li et al., arXiv:2401.15077; trees: arXiv:2406.16858): a drafter with one layer on the trunk's last state.
 
     x_1  = layer(fc([embedding(t_{i+1}); h]))       step 1 at position i, h the trunk's state after its final norm
     x_k  = layer(fc([embedding(t_{i+k}); x_{k-1}]))   step k = 2 .. K
-    the drafts' logits are head(x_k)
+    the drafts' logits are output(x_k)
 
-The layer is Llama's without the norm before attention, and there is none before the head: a step imitates the state
-that the trunk's head reads. Training runs K steps on the layer's own states, as that of EAGLE-3 does. The paper trains
-one step on the trunk's states with noise.
+The layer is Llama's without the norm before attention, and there is no norm before the output layer: each step imitates
+the state that the trunk's output layer reads. Training runs K steps on the layer's own states, like EAGLE-3's. The
+paper trains one step on the trunk's states with noise.
 
 Letters in names: S sequence, B batch, H hidden.
 """

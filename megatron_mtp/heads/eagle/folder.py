@@ -1,4 +1,4 @@
-"""The folder of an EAGLE drafter: `fc`, `layers.0.*`, a copy of the trunk's embedding."""
+"""Hugging Face format of an EAGLE drafter: `fc`, `layers.0.*`, a copy of the trunk's embedding."""
 
 from typing import Any, ClassVar, override
 
@@ -11,9 +11,9 @@ from megatron_mtp.spec.head import HeadSpec
 
 
 class EagleFolder(OneLayerCodec):
-    """EAGLE: one layer as in Llama, which has no norm before attention and none before the head.
+    """EAGLE: one Llama layer without a norm before attention or before the output layer.
 
-    SGLang knows a folder by the first name of `architectures`, vLLM by the second.
+    SGLang identifies a folder by the first name of `architectures`, vLLM by the second.
     """
 
     has_embedding = True

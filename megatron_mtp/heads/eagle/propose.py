@@ -1,6 +1,6 @@
-"""Drafting with EAGLE: chains, and trees that grow anew in every step, as EAGLE-2's do.
+"""Drafting with EAGLE: chains, and dynamic trees as in EAGLE-2.
 
-A new row's input is the trunk's state, and a drafted row's the drafter's own.
+The input of a new row is the trunk's state, and that of a drafted row the drafter's own state.
 """
 
 from megatron_mtp.decoding.proposers.mtp import ReusedLayer

@@ -1,4 +1,4 @@
-"""EAGLE in a row: what it reads, learns and has, and where its parts are."""
+"""Table row of EAGLE: layers that it reads, loss, settings and parts."""
 
 from megatron_mtp.spec.kinds import DrafterKind, weights_of_passes
 

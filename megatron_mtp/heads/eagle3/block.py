@@ -1,17 +1,17 @@
-"""EAGLE-3 (Li et al., arXiv:2503.01840): a drafter of one layer that reads the trunk's states after three layers.
+"""EAGLE-3 (Li et al., arXiv:2503.01840): a drafter with one layer that reads the trunk's states after three layers.
 
     f    = fc([state after layer a; after layer b; after layer c])       the feature of a position, [3 H -> H]
     x_1  = layer(embedding(t_{i+1}), f)                                   step 1 at position i
     x_k  = layer(embedding(t_{i+k}), x_{k-1})                             step k = 2 .. K
-    the drafts' logits are head(norm(x_k))
+    the drafts' logits are output(norm(x_k))
 
-The layer is Llama's, but makes queries, keys and values of [norm(embedding); norm(feature)], 2 H wide. Or its attention
-is DeepSeek's, whose latents are made of these 2 H. The residual is the feature itself, or its norm
-(`norm_before_residual`, as speculators trains). In training step k reads the layer's own output of step k - 1, as
-drafting does (the paper's training-time test), and attends to what an engine's k-th draft attends to
-(`SharingAttention` of shared_keys.py).
+The layer is Llama's, but computes queries, keys and values from [norm(embedding); norm(feature)], 2 H wide. Or its
+attention is DeepSeek's, with latents computed from these 2 H. The residual is the feature itself, or its norm
+(`norm_before_residual`, as in speculators). In training, step k reads the layer's own output of step k - 1, as in
+decoding (the paper's training-time test), and attends to the same rows as an engine's k-th draft (`SharingAttention` of
+shared_keys.py).
 
-It is an MTP block of K passes of one layer. Letters in names: S sequence, B batch, H hidden.
+It is an MTP block with K passes of one layer. Letters in names: S sequence, B batch, H hidden.
 """
 
 from copy import copy
@@ -37,11 +37,11 @@ from megatron_mtp.spec.head import HeadSpec
 
 
 class InputNorms(torch.nn.Module):
-    """Norms of the embedding and of the feature, in the place of a layer's input norm: feature [.., H] to [.., 2 H].
+    """Norms of embedding and feature that replace a layer's input norm: feature [.., H] to [.., 2 H].
 
     Attributes:
-        embedded_SBH: the embeddings of the layer's next call.
-        before_residual: whether the feature comes normalized, since the layer adds to that.
+        embedded_SBH: embeddings for the layer's next call.
+        before_residual: whether the feature is already normalized, because it is the residual.
     """
 
     embedded_SBH: Tensor
@@ -55,29 +55,29 @@ class InputNorms(torch.nn.Module):
         self.hnorm = PortableNorm(config, hidden_size, eps)
 
     def forward(self, feature_SBH: Tensor) -> Tensor:
-        """[norm(embedding); norm(feature)]."""
+        """Return [norm(embedding); norm(feature)]."""
         normed_SBH = feature_SBH if self.before_residual else self.hnorm(feature_SBH)
         return torch.cat((self.enorm(self.embedded_SBH), normed_SBH), dim=-1)
 
     def begin(self, embedded_SBH: Tensor, feature_SBH: Tensor) -> Tensor:
-        """The input of the layer's next call, which is what it adds to; the embeddings are kept for that call."""
+        """Return the input of the layer's next call, which is its residual, and store the embeddings for that call."""
         self.embedded_SBH = embedded_SBH
         normed_SBH: Tensor = self.hnorm(feature_SBH) if self.before_residual else feature_SBH
         return normed_SBH
 
 
 def _from_both(input_size: int, output_size: int, **others: Any) -> ColumnParallelLinear:
-    """The projection to queries, keys and values, of inputs of twice the width."""
+    """Build the projection to queries, keys and values from inputs of twice the width."""
     return ColumnParallelLinear(2 * input_size, output_size, **others)
 
 
 def _to_half(input_size: int, output_size: int, **others: Any) -> RowParallelLinear:
-    """The projection of what was attended, of half the output."""
+    """Build the projection of the attention output to half the width."""
     return RowParallelLinear(input_size, output_size // 2, **others)
 
 
 class LatentFromBoth(ChainedLatentAttention):
-    """Latent attention of inputs of twice the width: Megatron names the classes of the projections that read them."""
+    """Latent attention with inputs of twice the width; Megatron sets the classes of its projections by name."""
 
     def __init__(
         self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, *args: Any, **others: Any
@@ -89,7 +89,7 @@ class LatentFromBoth(ChainedLatentAttention):
 
 
 def of_both(layer: ModuleSpec, trunk: TransformerConfig) -> ModuleSpec:
-    """The spec of a layer whose attention reads inputs of twice the width, latent attention or other."""
+    """Return the spec of a layer whose attention, latent or not, reads inputs of twice the width."""
     attention = layer.submodules.self_attention
     if attention.module is ChainedLatentAttention:
         wide = replace(attention, module=LatentFromBoth, params={**attention.params, "is_summed": trunk.qk_layernorm})

@@ -1,4 +1,4 @@
-"""The folder of an EAGLE-3 drafter: `midlayer.*`, `fc`, `norm`, `lm_head`, and with a draft vocabulary d2t and t2d."""
+"""Hugging Face format of an EAGLE-3 drafter: `midlayer.*`, `fc`, `norm`, `lm_head`; for a draft vocabulary d2t, t2d."""
 
 from typing import Any, ClassVar, override
 
@@ -18,11 +18,11 @@ from megatron_mtp.megatron.checkpoint import DRAFTER
 from megatron_mtp.spec.head import HeadSpec
 
 NORMS_OF_BOTH = {"input_layernorm": "input_layernorm.enorm", "hidden_norm": "input_layernorm.hnorm"}
-"""Names of the norms before the attention that reads an embedding and a feature, and what they are here."""
+"""Names of the norms of the attention's two inputs, an embedding and a feature, with their names in this package."""
 
 
 class Eagle3Folder(OneLayerCodec):
-    """EAGLE-3, whose head is always its own."""
+    """EAGLE-3, which always has its own output layer."""
 
     has_own_head = True
     own_forms: ClassVar[dict[str, Any]] = {"num_aux_hidden_states": READS}

@@ -1,6 +1,6 @@
-"""Drafting with EAGLE-3: chains, and trees that grow anew in every step.
+"""Drafting with EAGLE-3: chains and dynamic trees.
 
-A new row's input is the feature that the trunk's forward leaves behind, and a drafted row's the drafter's own state.
+The input of a new row is the feature from the trunk's forward pass, and that of a drafted row the drafter's own state.
 """
 
 from megatron_mtp.decoding.proposers.mtp import ReusedLayer

@@ -1,18 +1,18 @@
-"""EAGLE-3 in a row: what it reads, learns and has, and where its parts are."""
+"""Table row of EAGLE-3: layers that it reads, loss, settings and parts."""
 
 from megatron_mtp.spec.kinds import DrafterKind, weights_of_passes
 
 READS = 3
-"""Layers of the trunk that it reads."""
+"""Layers of the trunk that EAGLE-3 reads."""
 
 
 def engine_layers(layers: int) -> tuple[int, ...]:
-    """The layers that engines read for a folder that names none: after 2, after half and all but three."""
+    """Return the layers that engines read if a folder names none: after layer 2, after half, before the last three."""
     return 2, layers // 2, layers - 3
 
 
 def default_layers(layers: int, _: int | None = None) -> tuple[int, ...]:
-    """The layers of engines; of a trunk that is too short for them, the first, the middle one and the last but one."""
+    """Return the engines' layers; for a trunk that is too short, the first, the middle and the second-last one."""
     chosen = engine_layers(layers)
     return chosen if sorted(set(chosen)) == [*chosen] and chosen[0] >= 1 else (1, layers // 2, layers - 1)
 

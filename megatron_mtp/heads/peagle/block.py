@@ -1,16 +1,16 @@
-"""P-EAGLE (parallel EAGLE, of speculators): EAGLE-3 with further layers, which drafts K tokens in one pass.
+"""P-EAGLE (parallel EAGLE, from speculators): EAGLE-3 with additional layers, which drafts K tokens in one pass.
 
-    row i of the text       embedding(t_{i+1}), feature f_i                    drafts t_{i+2}
-    mask k = 2 .. K behind  embedding(mask), fc(learned states), at i + k - 1  drafts t_{i+k+1}
+    row i of the text        embedding(t_{i+1}), feature f_i                    drafts t_{i+2}
+    mask k = 2 .. K after it embedding(mask), fc(learned states), at i + k - 1  drafts t_{i+k+1}
 
-The first layer is that of EAGLE-3, which makes queries, keys and values of [norm(embedding); norm(feature)]; the others
-are Llama's. A row of the text attends to those before it; a mask attends to the rows of the text up to i, and to the
-masks before it. In training the whole text runs once, and masks stand behind the places where blocks begin:
+The first layer is EAGLE-3's, which computes queries, keys and values from [norm(embedding); norm(feature)]; the others
+are Llama's. A text row attends to earlier text rows; a mask attends to the text rows up to i and to earlier masks. In
+training the whole text runs once, and masks follow the positions where blocks begin:
 
     K = 3, i = 2     text  (t_1, f_0) (t_2, f_1) (t_3, f_2)    masks  at 3, at 4     drafts  t_4 t_5 t_6
 
-Letters in names: S positions, B batch, H hidden, A blocks, M masks of a block, R rows of text and masks, D drafts,
-N heads, G key heads, C channels.
+Letters in names: S positions, B batch, H hidden, A blocks, M masks of a block, R rows of text and masks, D drafts, N
+heads, G key heads, C channels.
 """
 
 from dataclasses import replace
@@ -41,11 +41,11 @@ from megatron_mtp.spec.head import HeadSpec
 
 
 class TextAndMasks(BlockAttention):
-    """Attention of the rows of a text, and of the masks behind some of them.
+    """Attention of text rows, and of the masks that follow some of them.
 
     Attributes:
-        rows: what the next call needs: which earlier rows each row of the text sees [B or 1, 1, S, S], what the blocks
-            see of the text [B or 1, 1, A, S], and the positions of their first masks [A].
+        rows: masks for the next call: which earlier rows each text row attends to [B or 1, 1, S, S], which text rows
+            the blocks attend to [B or 1, 1, A, S], and the positions of their first masks [A].
     """
 
     rows: tuple[Tensor, Tensor, Tensor] | None = None
@@ -56,7 +56,7 @@ class TextAndMasks(BlockAttention):
 
     @override
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """[R, B, N * C] of rows [R, B, N or G, C], those of the text first."""
+        """Return [R, B, N * C] for rows [R, B, N or G, C], text rows first."""
         assert self.rows is not None, "a text without its blocks"
         (before_B1SS, visible_B1AS, first_A), self.rows = self.rows, None
         count = before_B1SS.size(-1)
@@ -73,7 +73,7 @@ class PEagleLayer(LayeredDrafter):
     """All weights of the drafter.
 
     Attributes:
-        mask_hidden: [1, 1, X], in the place of the trunk's states of a mask.
+        mask_hidden: [1, 1, X], replaces the trunk's states for masks.
     """
 
     def __init__(self, drafter: HeadSpec, config: TransformerConfig, *others: Any) -> None:
@@ -90,7 +90,7 @@ class PEagleLayer(LayeredDrafter):
         return of_both(ModuleSpec(spec.module, submodules=own), self.config)
 
     def merge(self, embedded_SBH: Tensor, given_SBH: Tensor) -> Tensor:
-        """The input [S, B, H] of the first layer's next call, of embeddings and features."""
+        """Return the input [S, B, H] of the first layer's next call, from embeddings and features."""
         norms = self.layers[0].input_layernorm
         assert isinstance(norms, InputNorms)
         return norms.begin(embedded_SBH, given_SBH)
@@ -103,13 +103,13 @@ class PEagleLayer(LayeredDrafter):
         attention: AttentionInputs,
         padding_mask_BS: Tensor | None = None,
     ) -> Tensor:
-        """The rows' states before the norm, from their features and embeddings."""
+        """Return the rows' states before the norm, from their features and embeddings."""
         assert given_SBH is not None
         return super().forward(None, self.merge(embedded_SBH, given_SBH), attention)
 
 
 class PEagleBlock(BlockDrafter):
-    """K drafts at once, of masks that see those before them."""
+    """Drafts K tokens at once; each mask attends to earlier ones."""
 
     settings: ClassVar[dict[str, Any]] = {"sequence_parallel": False}
 
@@ -145,7 +145,7 @@ class PEagleBlock(BlockDrafter):
         return list(torch.cat([made_RBH[position_A].unsqueeze(1), masks_AMBH], dim=1).unbind(1)), None
 
     def _give_rows(self, attention: AttentionInputs, positions_S: Tensor, place_A: Tensor, count: int) -> None:
-        """Tell every layer what rows see; a mask of the trunk's attention has the rows of this rank alone."""
+        """Set in every layer which rows attend to which; a mask of the trunk's attention has only this rank's rows."""
         visible_B1AS = visible_before(attention, place_A, positions_S[place_A], count)
         if attention.attention_mask is not None:
             own = attention.attention_mask.permute(2, 0, 1, 3)

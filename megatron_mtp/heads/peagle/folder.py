@@ -1,4 +1,4 @@
-"""The folder of a P-EAGLE drafter: that of EAGLE-3 with several layers, and `mask_hidden`."""
+"""Hugging Face format of a P-EAGLE drafter: that of EAGLE-3 with several layers and `mask_hidden`."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -14,11 +14,11 @@ from megatron_mtp.spec.head import HeadSpec
 from megatron_mtp.spec.kinds import DrafterKind
 
 MASKS = "mask_token_id", "pard_token", "ptd_token_id"
-"""Config keys of the mask token, in the order in which vLLM looks for them."""
+"""Config keys of the mask token, in the order in which vLLM looks them up."""
 
 
 class PEagleFolder(Eagle3Folder):
-    """P-EAGLE, whose head is always its own, and which does not say with how many drafts it was trained."""
+    """P-EAGLE, which always has its own output layer; the folder does not store the number of drafts in training."""
 
     layer_names = ("layers.0.",)
     whole_numbers = (*Eagle3Folder.whole_numbers, "num_hidden_layers")

@@ -1,9 +1,9 @@
-"""Drafting with P-EAGLE: the rows of new tokens, and masks behind the newest one, in one pass.
+"""Drafting with P-EAGLE: the rows of new tokens, and masks after the newest one, in one pass.
 
     t_m the newest token, K = 3     (t_{m-1}, f_{m-2}) (t_m, f_{m-1})  mask  mask      the last three rows draft
 
 The next round's rows overwrite the keys and values of the masks. Letters in names: S rows, B batch, H hidden, K drafts,
-R rows of a text.
+R text rows.
 """
 
 from typing import TYPE_CHECKING, override
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PEagle(OneLayer):
-    """Drafts a chain at once."""
+    """Drafts a chain in one pass."""
 
     line = "a P-EAGLE drafter, whose masks draft all tokens in one pass, any K"
     depths = "peagle"

@@ -1,4 +1,4 @@
-"""P-EAGLE from its folder alone, as vLLM and speculators compute it: the judge of `verify`.
+"""Reference implementation of P-EAGLE that runs from its folder alone, as in vLLM and speculators; used by `verify`.
 
 Letters: R rows of the text and masks, S positions, K drafts, X states of several layers side by side, H hidden, V
 vocabulary.
@@ -15,7 +15,7 @@ from megatron_mtp.heads.peagle.folder import MASKS
 
 
 class PEagleReference(Reference):
-    """In float32, without the rules of the conversion."""
+    """P-EAGLE in float32, without the conversion rules."""
 
     @override
     def drafts(self, states_SX: Tensor, tokens_S: Tensor, words_VH: Tensor, head_VH: Tensor) -> Drafts:

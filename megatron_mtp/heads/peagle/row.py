@@ -1,14 +1,14 @@
-"""P-EAGLE in a row: what it reads, learns and has, and where its parts are."""
+"""Table row of P-EAGLE: layers that it reads, loss, settings and parts."""
 
 from megatron_mtp.heads.eagle3.row import READS, default_layers
 from megatron_mtp.spec.kinds import BLOCKS, DrafterKind
 
 
 def weights(drafts: int) -> list[float]:
-    """Weights of draft 1 .. K: the share of places at which published trainers train it.
+    """Return loss weights of drafts 1 .. K: the fraction of positions at which published trainers train each.
 
-    They leave out places at random to save memory: draft k has 0.7^(k - 1) of them, or a fifth. Here every place trains
-    all drafts, with these weights.
+    They leave out random positions to save memory: draft k has 0.7^(k - 1) of them, but at least a fifth. Here every
+    position trains all drafts, with these weights.
     """
     return [max(0.7**draft, 0.2) for draft in range(drafts)]
 

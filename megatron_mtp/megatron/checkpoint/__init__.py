@@ -1,43 +1,43 @@
-"""Distributed checkpoints of Megatron.
+"""Megatron's distributed checkpoints.
 
-catalogue.py   what an iteration holds, read without running code; checksums, made and compared
-iterations.py  a folder's newest whole iteration, the tracker, and the tokenizer that is kept beside them
-reader.py      tensors, piece by piece without a model; whole files; the MTP layers, counted
-writer.py      the same, written
+catalogue.py   contents of an iteration, read without running code; checksums
+iterations.py  the newest complete iteration of a folder, the tracker, and the tokenizer stored with them
+reader.py      read tensors piece by piece without a model; complete files; the MTP layers
+writer.py      write checkpoints without a model
 
-Below are names of files, and keys of tensors. A norm has two keys: Megatron's own modules and Transformer Engine's put
-some norms into other modules. Both are checkpoints of the same model. Which name is whose depends on the layer: a dense
-GQA layer has the fused norm under both kinds of modules, a MoE layer under Megatron's own alone, a dense MLA layer
-under Transformer Engine's alone.
+Below are file names and tensor keys. A norm has two keys, because Megatron's own modules and Transformer Engine's place
+some norms in different modules. Both are checkpoints of the same model. Which key belongs to which depends on the
+layer: a dense GQA layer has the fused norm with both kinds of modules, a MoE layer only with Megatron's own, a dense
+MLA layer only with Transformer Engine's.
 """
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""Megatron's name for weights that no training run saved; they are loaded without optimizer, as iteration 0."""
+"""Megatron's name for weights that no training run saved. They load without an optimizer, as iteration 0."""
 HF_FILES = "hf"
-"""Folder of a converted checkpoint with the Hugging Face files that Megatron does not use: config, tokenizer, ..."""
+"""Folder of a converted checkpoint for Hugging Face files that Megatron does not use: config, tokenizer, ..."""
 ORIGIN = "origin.json"
 KEPT_TOKENIZER = "tokenizer"
-"""Folder of a trained checkpoint with the files of the run's tokenizer."""
+"""Folder of a trained checkpoint for the files of the run's tokenizer."""
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 FUSED_NORM, OWN_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 
 DRAFT_VOCABULARY = "mtp.draft_vocabulary"
-"""The key of the drafted tokens [N]: a buffer of the MTP block."""
+"""Key of the draft vocabulary's tokens [N]: a buffer of the MTP block."""
 DRAFTER = "drafter."
-"""The prefix of a drafter's keys."""
+"""Key prefix of a drafter."""
 
 _PAIRS = (
     (OWN_NORM, FUSED_NORM),
     ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
     ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
 )
-"""A norm as a module of its own, and as a part of the projection that reads it."""
+"""A norm as its own module, and as part of the projection that reads it."""
 
 
 def other_key(key: str) -> str | None:
-    """Return the key that the same norm has in a checkpoint of the other kind of modules; None for other tensors."""
+    """Return the key of the same norm in a checkpoint of the other kind of modules; None for other tensors."""
     for own, fused in _PAIRS:
         for name, other in ((own, fused), (fused, own)):
             start, found, kind = key.rpartition(name)

@@ -1,16 +1,17 @@
-"""Catalogue of a distributed checkpoint's entries, with checksums (CRC-32), read without running code.
+"""Metadata of a distributed checkpoint, with checksums (CRC-32), read without running code.
 
-The catalogue of a checkpoint (`.metadata`) is a pickle, and so is every entry that is not a tensor; torch's own reader
-unpickles whatever they name. Here a catalogue may name only the classes that catalogues consist of. Entries are read
-with `weights_only`, and Megatron registers the classes that it stores there. torch already reads tensors in that way,
-and Megatron its older files.
+A checkpoint's metadata (`.metadata`) is a pickle, as is every entry that is not a tensor, and torch's reader unpickles
+any class that they name. Here, only the classes that such metadata consist of are allowed. Entries are read with
+`weights_only`, with the classes that Megatron registers for it. torch already reads tensors that way, as does Megatron
+its older files.
 
-The checksum of an entry of a `.distcp` file is in the catalogue, as one more attribute of the record of the entry's
-place. So each rank checks what it reads, and loaders that do not know the attribute ignore it. The catalogue's own
-checksum is in `checksums.json`, with the id of the save: another program may save a checkpoint again in the same
-place, and that is not damage. Checkpoints without checksums load as before.
+The checksum of an entry in a `.distcp` file is stored in the metadata, as an additional attribute of the entry's
+location. So each rank checks what it reads, and loaders that do not know the attribute ignore it. The metadata's own
+checksum is in `checksums.json`, with the id of the save: another program may overwrite a checkpoint in place, which is
+not damage. Checkpoints without checksums load as before.
 
-torch's classes are imported where they are used: they take half a second, and `doctor` imports this file for the table.
+torch's classes are imported where they are used, because that takes half a second and `doctor` imports this file for
+the table.
 """
 
 import functools
@@ -35,12 +36,12 @@ if TYPE_CHECKING:
 
 CATALOGUE = ".metadata"
 FORMAT = "metadata.json"
-"""It names the format. Megatron writes it last: an iteration that has it is whole."""
+"""File that names the format. Megatron writes it last: an iteration with this file is complete."""
 CHECKSUMS = "checksums.json"
 SWITCH = "MEGATRON_MTP_CHECKSUMS"
 """Environment variable: 0 loads without comparing checksums."""
 PIECE = 2**22
-"""Bytes that are read at a time."""
+"""Bytes read at a time."""
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -62,10 +63,10 @@ _CLASSES = {
 
 
 def read_catalogue(folder: Path) -> "Metadata":
-    """The catalogue in an iteration's folder.
+    """Read the metadata in an iteration's folder.
 
     Raises:
-        ValueError: it is missing or damaged, or names what no catalogue consists of.
+        ValueError: it is missing or damaged, or names a class that is not allowed.
     """
     try:
         content = (folder / CATALOGUE).read_bytes()
@@ -86,7 +87,7 @@ def read_catalogue(folder: Path) -> "Metadata":
 
 
 def seal(folder: Path) -> None:
-    """Write the checksum of the catalogue that has just been written to an iteration's folder, beside it."""
+    """Write the checksum of the metadata that has just been written to an iteration's folder."""
     if not (folder / CATALOGUE).is_file():
         return  # the checkpoint is in a store that Megatron reaches over the network
     content = (folder / CATALOGUE).read_bytes()
@@ -99,7 +100,7 @@ def _save_id(metadata: "Metadata") -> str | None:
 
 
 def load_catalogue(stream: IO[bytes]) -> "Metadata":
-    """The catalogue in an open file; raises pickle.UnpicklingError and whatever damaged bytes cause."""
+    """Load the metadata of an open file. Raises pickle.UnpicklingError, and whatever damaged bytes cause."""
     from torch.distributed.checkpoint.metadata import Metadata
 
     metadata = _CatalogueReader(stream).load()
@@ -124,7 +125,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _is_place(place: Any) -> bool:
-    """Return whether it is a place in a file of this folder."""
+    """Return whether a value describes an offset in a file of this folder."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     numbers = isinstance(place, _StorageInfo) and isinstance(place.offset, int) and isinstance(place.length, int)
@@ -139,13 +140,13 @@ class _CatalogueReader(pickle.Unpickler):
 
 
 def foreign(error: pickle.UnpicklingError) -> str:
-    """The name that `weights_only` has refused; torch's own message suggests loading it nevertheless."""
+    """Return the class name that `weights_only` has rejected. torch's own message suggests loading it anyway."""
     named = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
     return f"{named.group(1) if named else 'something'}, which no checkpoint of Megatron's holds"
 
 
 def read_metadata(reader: Any, *_: Any, **settings: Any) -> "Metadata":
-    """In the place of `FileSystemReader.read_metadata`."""
+    """Replacement of `FileSystemReader.read_metadata`."""
     from torch.distributed.checkpoint.metadata import StorageMeta
 
     with reader.fs.create_stream(reader._get_metadata_path(settings.get("rank")), "rb") as stream:
@@ -157,7 +158,7 @@ def read_metadata(reader: Any, *_: Any, **settings: Any) -> "Metadata":
 
 
 def load_bytes(planner: Any, read_item: Any, value: IO[bytes]) -> None:
-    """In the place of `DefaultLoadPlanner.load_bytes`."""
+    """Replacement of `DefaultLoadPlanner.load_bytes`."""
     from torch.distributed.checkpoint._traverse import set_element
 
     name = read_item.dest_index.fqn
@@ -179,13 +180,13 @@ class DamagedError(ValueError):
 
 
 class Summed:
-    """A stream that is written to, and the checksum of what was written."""
+    """An output stream that computes the checksum of what is written."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self.crc32 = stream, 0
 
     def write(self, data: Any) -> int:
-        """Write the data and add it to the checksum; returns the bytes written."""
+        """Write data and update the checksum. Return the number of bytes written."""
         self.crc32 = zlib.crc32(data, self.crc32)
         return self._stream.write(data)
 
@@ -194,7 +195,7 @@ class Summed:
 
 
 def crc32_of(stream: IO[bytes], offset: int, length: int) -> int | None:
-    """The checksum of some bytes of a file that is open in binary mode; None where it ends before them."""
+    """Return the checksum of a byte range of a file opened in binary mode; None if the file is too short."""
     file = cast("BufferedIOBase", stream)
     file.seek(offset)
     buffer, checksum = memoryview(bytearray(min(length, PIECE))), 0
@@ -211,7 +212,7 @@ def check_entry(stream: IO[bytes], place: Any, file: str) -> None:
     """Compare an entry with its checksum, if it has one.
 
     Args:
-        place: torch's record of where it is.
+        place: torch's record of its location.
 
     Raises:
         DamagedError: they differ.
@@ -225,7 +226,7 @@ def check_entry(stream: IO[bytes], place: Any, file: str) -> None:
 
 
 def with_checksum(write_item: Callable[..., Any]) -> Callable[..., Any]:
-    """`_write_item`, which writes an entry; its place then has a checksum. Megatron looks at the signature."""
+    """Wrap `_write_item`, which writes an entry, to add a checksum to its location. Megatron inspects the signature."""
 
     @functools.wraps(write_item)
     def write(transforms: Any, stream: IO[bytes], *rest: Any, **settings: Any) -> Any:
@@ -238,7 +239,7 @@ def with_checksum(write_item: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checked_once(slice_file: Callable[..., Any]) -> Callable[..., Any]:
-    """`FileSystemReader._slice_file`, which opens an entry; a reader checks every entry once."""
+    """Wrap `FileSystemReader._slice_file`, which opens an entry, so that a reader checks every entry once."""
 
     @functools.wraps(slice_file)
     def opened(reader: Any, file: IO[bytes], place: Any) -> Any:
@@ -255,11 +256,11 @@ def checked_once(slice_file: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Planted:
-    """A class that no checkpoint holds."""
+    """A class that no checkpoint contains, for probes."""
 
 
 def unpickles_catalogues(read_metadata: Callable[..., Any]) -> bool:
-    """Return whether a catalogue may name any class."""
+    """Return whether the metadata may name any class."""
 
     @contextmanager
     def stream(*_: Any) -> Iterator[io.BytesIO]:
@@ -289,7 +290,7 @@ def unpickles_objects(load_bytes: Callable[..., Any]) -> bool:
 
 
 def writes_no_checksum(write_item: Callable[..., Any]) -> bool:
-    """Return whether the record of an entry's place has no checksum."""
+    """Return whether the record of an entry's location has no checksum."""
     from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms
     from torch.distributed.checkpoint.planner import WriteItemType
 
@@ -302,7 +303,7 @@ def writes_no_checksum(write_item: Callable[..., Any]) -> bool:
 
 
 def reads_damaged_bytes(slice_file: Callable[..., Any]) -> bool:
-    """Return whether an entry is opened although its checksum is not the one in its place."""
+    """Return whether an entry is opened even if its checksum does not match."""
     place = SimpleNamespace(relative_path="file", offset=0, length=5, crc32=0, transform_descriptors=None)
     try:
         slice_file(SimpleNamespace(), io.BytesIO(b"bytes"), place)

@@ -1,4 +1,4 @@
-"""A folder that Megatron saves to: its iterations, and what is kept beside them: tokenizer, Hugging Face files."""
+"""A folder that Megatron saves to: its iterations, and the tokenizer and Hugging Face files stored with them."""
 
 import filecmp
 import json
@@ -13,12 +13,12 @@ from megatron_mtp.megatron.checkpoint import HF_FILES, KEPT_TOKENIZER, RELEASE, 
 from megatron_mtp.megatron.checkpoint.catalogue import CATALOGUE, FORMAT
 
 SENTENCE_PIECES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-"""Values of Megatron's --tokenizer-type whose --tokenizer-model is a SentencePiece model."""
+"""Values of Megatron's --tokenizer-type for which --tokenizer-model is a SentencePiece model."""
 _ITERATION = re.compile(r"^iter_(\d{7})$")
 
 
 def repair_tracker(folder: Path) -> int | None:
-    """Write `unnamed_iteration` into the tracker that a killed run left empty, and return it."""
+    """Write `unnamed_iteration` to the tracker that a killed run left empty, and return it."""
     newest = unnamed_iteration(folder)
     if newest is not None:
         with written_beside(folder / TRACKER, shared=True) as beside:
@@ -27,12 +27,12 @@ def repair_tracker(folder: Path) -> int | None:
 
 
 def unnamed_iteration(folder: Path) -> int | None:
-    """The newest whole iteration where a killed run left the tracker empty; None where it is not empty.
+    """Return the newest complete iteration if a killed run left the tracker empty; None if the tracker is not empty.
 
-    Megatron writes the tracker in place, and exits (with status 0) if it is empty.
+    Megatron writes the tracker in place, and exits with status 0 if it is empty.
 
     Raises:
-        ValueError: the tracker is empty, and no iteration is whole.
+        ValueError: the tracker is empty, and no iteration is complete.
     """
     tracker = folder / TRACKER
     if not tracker.is_file() or tracker.read_bytes().strip():
@@ -47,7 +47,10 @@ def unnamed_iteration(folder: Path) -> int | None:
 
 
 def named_iteration(folder: Path, step: int | None = None) -> Path:
-    """The folder of the iteration `step` (--ckpt-step), or of the one that the tracker names; ValueError for none."""
+    """Return the folder of iteration `step` (--ckpt-step), or of the one in the tracker.
+
+    Raise ValueError if there is none.
+    """
     if not folder.is_dir():
         raise ValueError(f"{_what(folder)}; {_GIVE}.")
     tracker = folder / TRACKER
@@ -90,13 +93,13 @@ def _whole_iterations(folder: Path) -> list[int]:
 
 
 def _named_in(folder: Path) -> list[str]:
-    """What a tracker may say: the numbers of whole iterations, and `release`."""
+    """Return valid contents of a tracker: the numbers of complete iterations, and `release`."""
     release = [RELEASE] if (folder / RELEASE / FORMAT).exists() else []
     return [*map(str, _whole_iterations(folder)), *release]
 
 
 def another(inner: Path) -> str:
-    """What to give in the place of a damaged iteration: a whole one in the same folder, if there is one."""
+    """Suggest another complete iteration of the same folder instead of a damaged one, if there is one."""
     match = _ITERATION.match(inner.name)
     if match is None:
         return "give another checkpoint"
@@ -105,13 +108,16 @@ def another(inner: Path) -> str:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """True if this is a folder that Megatron saves to, or of one iteration; it may be damaged, or lack its tracker."""
+    """Return whether Megatron saves to this folder, or it is one iteration. It may be damaged, or lack its tracker."""
     own = any((folder / name).is_file() for name in (TRACKER, CATALOGUE, FORMAT))
     return own or bool(_named_in(folder))
 
 
 def iteration_folder(folder: Path) -> Path:
-    """The folder of an iteration's tensors: the given one, or one inside; ValueError where none is there and whole."""
+    """Return the folder of an iteration's tensors: the given one, or one inside it.
+
+    Raise ValueError if none is complete.
+    """
     inner = folder if any((folder / name).is_file() for name in (CATALOGUE, FORMAT)) else named_iteration(folder)
     if any(inner.glob("mp_rank_*")):
         raise ValueError(
@@ -133,14 +139,14 @@ def iteration_folder(folder: Path) -> Path:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """True if the folder has files of a tokenizer."""
+    """Return whether the folder has tokenizer files."""
     return any(folder.glob("tokenizer*"))
 
 
 def run_tokenizer(args: Namespace, checkpoint: Path) -> Path | None:
-    """The folder of the tokenizer of the model in `checkpoint`, which holds all iterations; None if there is none.
+    """Return the tokenizer folder of the model in `checkpoint`, which holds all iterations; None if there is none.
 
-    It is the checkpoint's copy, else the folder that the run was given, else the files that a conversion kept.
+    It is the checkpoint's copy, or the folder that the run was given, or the files that a conversion kept.
     """
     given = Path(getattr(args, "tokenizer_model", None) or os.devnull)
     copy, converted = checkpoint / KEPT_TOKENIZER, checkpoint / HF_FILES
@@ -150,10 +156,10 @@ def run_tokenizer(args: Namespace, checkpoint: Path) -> Path | None:
 
 
 def keep_tokenizer(args: Namespace, checkpoint: Path) -> None:
-    """Copy a run's tokenizer beside the iterations of its checkpoint, unless an equal copy is there.
+    """Copy a run's tokenizer next to the iterations of its checkpoint, unless an equal copy exists.
 
     A folder is copied without weights, and a SentencePiece model as `tokenizer.model`. A relative path in the arguments
-    is replaced by the absolute one.
+    is made absolute.
     """
     source = Path(getattr(args, "tokenizer_model", None) or os.devnull)
     if source.is_dir():

@@ -1,8 +1,8 @@
-"""Tensors of a Megatron distributed checkpoint (torch_dist), read piece by piece by torch's reader, without a model.
+"""Read tensors of a Megatron distributed checkpoint (torch_dist) piece by piece with torch's reader, without a model.
 
-The folder of an iteration holds `.metadata` (a catalogue of all tensors' chunks), `*.distcp` (the chunks, each as
-`torch.save` writes it), and `metadata.json`, which names the format. Faults of the files are errors of one sentence.
-Every count of MTP layers in the package is `StoredDepths`.
+An iteration's folder has `.metadata` (the locations of all tensors' chunks), `*.distcp` (the chunks, each as written by
+`torch.save`), and `metadata.json`, which names the format. Damaged files raise errors of one sentence. All code that
+counts MTP layers in a checkpoint uses `StoredDepths`.
 """
 
 import io
@@ -51,14 +51,14 @@ from megatron_mtp.megatron.checkpoint.catalogue import (
 from megatron_mtp.megatron.checkpoint.iterations import another, iteration_folder
 
 COMMON = "common_state/shard_0_1"
-"""Megatron's key for everything beside tensors."""
+"""Megatron's key for everything except tensors."""
 HYBRID_NORM = "decoder.final_norm.weight"
-"""A key that checkpoints of hybrids have, and those of GPTs have not."""
+"""Key that checkpoints of hybrids have and checkpoints of GPTs do not."""
 HEAD_STATE = "output_layer._extra_state/shard_0_1"
-"""State of a kernel that Megatron's hybrid expects, and its GPT does not."""
+"""Kernel state that Megatron's hybrid expects and its GPT does not."""
 _QUERY_NORM = "self_attention.linear_q_proj.layer_norm_"
 STATE = r"(?:chained_\d+\.)?optimizer\."
-"""How the keys of the optimizer's tensors begin."""
+"""Key prefix of the optimizer's tensors."""
 _STATE = re.compile(STATE)
 _STACKED = re.compile(rf"((?:{STATE}state\.\w+\.)?decoder\.layers\.)(?!\d)(.+)")
 _STACKED_OBJECT = re.compile(r"(decoder\.layers\.)(?!\d)(.+/shard)_(\d+)((?:\.\d+)*)_\d+((?:\.\d+)*)")
@@ -68,11 +68,11 @@ class DistReader:
     """A distributed checkpoint, open for reading.
 
     Args:
-        folder: a folder that Megatron saves to, or of one iteration.
-        whole: whether to refuse a checkpoint whose files are missing or cut short.
+        folder: a folder that Megatron saves to, or one iteration.
+        whole: whether to reject a checkpoint with missing or truncated files.
 
     Raises:
-        ValueError: the checkpoint is damaged, or is none of Megatron's.
+        ValueError: the checkpoint is damaged, or was not written by Megatron.
     """
 
     def __init__(self, folder: Path, whole: bool = True) -> None:
@@ -85,7 +85,7 @@ class DistReader:
         self._index(catalogue.state_dict_metadata)
 
     def _index(self, catalogue: dict[str, Any]) -> None:
-        """Find the tensors in a catalogue, and the layers in those that stack equal ones."""
+        """Index the tensors of a catalogue, and the layers within tensors that stack equal layers."""
         self._catalogue = catalogue
         self._tensors = {key: value for key, value in catalogue.items() if isinstance(value, TensorStorageMetadata)}
         self._chunks = {(key, tuple(c.offsets)): c for key, entry in self._tensors.items() for c in entry.chunks}
@@ -99,41 +99,41 @@ class DistReader:
 
     @property
     def home(self) -> Path:
-        """The folder that holds all iterations, and what is kept beside them."""
+        """The folder that holds all iterations and the files stored with them."""
         return self.folder.parent
 
     @property
     def keys(self) -> list[str]:
-        """Keys of the model's tensors, layer by layer, without the optimizer's state."""
+        """Keys of the model's tensors, in layer order, without the optimizer state."""
         alone = [key for key in self._tensors if key not in self._stacked]
         return [key for key in (*alone, *self._layers) if not _STATE.match(key)]
 
     @property
     def state_keys(self) -> list[str]:
-        """Keys of the optimizer's tensors, layer by layer."""
+        """Keys of the optimizer's tensors, in layer order."""
         return [key for key in (*self._tensors, *self._layers) if key not in self._stacked and _STATE.match(key)]
 
     def holds(self, key: str) -> bool:
-        """True if the checkpoint has a tensor of this key."""
+        """Return whether the checkpoint has a tensor with this key."""
         return key in self._tensors or key in self._layers
 
     @property
     def has_drafter(self) -> bool:
-        """True if there is a drafter beside the trunk."""
+        """Whether it has a drafter in addition to the trunk."""
         return self.holds(f"{DRAFTER}fc.weight")
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """tuple[int, ...] of a whole tensor."""
+        """Return the shape of a whole tensor."""
         if key in self._layers:
             return tuple(self._tensors[self._layers[key][0]].size)[1:]
         return tuple(self._tensors[key].size)
 
     def dtype(self, key: str) -> torch.dtype:
-        """Type of a tensor."""
+        """Return the dtype of a tensor."""
         return self._tensors[self._layers.get(key, (key,))[0]].properties.dtype
 
     def fingerprint(self) -> dict[str, Any]:
-        """A record that differs when the checkpoint differs: names, sizes and times of its files."""
+        """Return a record that changes when the checkpoint changes: names, sizes and times of its files."""
         names = sorted({place.relative_path for place in self._where.values()})
         stats = [(name, (self.folder / name).stat()) for name in names]
         return {
@@ -143,7 +143,7 @@ class DistReader:
         }
 
     def read(self, key: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Read a tensor, or the slab of `shape` at `offset`; ValueError where chunks are damaged or missing."""
+        """Read a tensor, or the slab of `shape` at `offset`. Raise ValueError if chunks are damaged or missing."""
         whole = self.shape(key)
         offset, shape = offset or (0,) * len(whole), whole if shape is None else shape
         if key in self._layers:
@@ -152,7 +152,7 @@ class DistReader:
         return self._slab(key, offset, shape)
 
     def slabs(self, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Offset and shape of every stored piece of a tensor."""
+        """Return offset and shape of every stored piece of a tensor."""
         stacked, layer = self._layers.get(key, (key, None))
         chunks = [(tuple(c.offsets), tuple(c.sizes)) for c in self._tensors[stacked].chunks]
         if layer is None:
@@ -161,9 +161,9 @@ class DistReader:
 
     @property
     def objects(self) -> dict[str, str]:
-        """Entries beside tensors and arguments (states of kernels, random numbers): key to stored key.
+        """Entries other than tensors and arguments (kernel states, random number states): key to stored key.
 
-        Layers that are stacked have keys of their own here.
+        Stacked layers have separate keys here.
         """
         found: dict[str, str] = {}
         for stored, entry in self._catalogue.items():
@@ -176,7 +176,7 @@ class DistReader:
         return found
 
     def stored_bytes(self, key: str) -> bytes:
-        """An object as it is stored, by its stored key; raises ValueError where it is damaged or not Megatron's."""
+        """Return an object as stored, by its stored key. Raise ValueError if it is damaged or not Megatron's."""
         register_safe_globals()
         held = self._bytes(key)
         with read_errors(f"{self.folder} does not hold '{key}' whole"):
@@ -199,7 +199,7 @@ class DistReader:
         return out
 
     def _bytes(self, key: str) -> bytes:
-        """An object as it is stored."""
+        """Return a stored object's bytes."""
         index, none = MetadataIndex(key), torch.Size([0])
         target = _Target()
         self._read_items(key, [ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none)], target)
@@ -214,14 +214,14 @@ class DistReader:
             self._storage.read_data(LoadPlan(items), target)  # type: ignore[arg-type]
 
     def common(self) -> dict[str, Any]:
-        """The checkpoint's state beside tensors; ValueError where its `args` are not Megatron's."""
+        """The checkpoint's state other than tensors. Raise ValueError if its `args` are not Megatron's."""
         state = self.state()
         if not isinstance(state.get("args"), Namespace):
             raise ValueError(f"{self.folder} lacks Megatron's arguments; give a checkpoint that Megatron saved.")
         return state
 
     def state(self) -> dict[str, Any]:
-        """The checkpoint's state beside tensors; ValueError where it is none of Megatron's."""
+        """The checkpoint's state other than tensors. Raise ValueError if it is not Megatron's."""
         register_safe_globals()
         legacy = self.folder / "common.pt"
         with read_errors(f"{self.folder} lacks Megatron's arguments"):
@@ -234,7 +234,7 @@ class DistReader:
 
 
 class _Storage(FileSystemReader):
-    """torch's reader of the files, which compares every entry with its checksum once."""
+    """Reader of torch's files that checks every entry against its checksum once."""
 
     _slice_file = checked_once(FileSystemReader._slice_file)
 
@@ -245,13 +245,13 @@ class _Storage(FileSystemReader):
 
 @dataclass
 class _Target:
-    """The part of a `LoadPlanner` that torch's reader calls: fills the tensor `out`, or keeps the object `held`."""
+    """Load planner, as far as torch's reader calls it: fills the tensor `out`, or keeps the object `held`."""
 
     out: Tensor = field(default_factory=lambda: torch.empty(0))
     held: bytes = b""
 
     def resolve_tensor(self, item: ReadItem) -> Tensor:
-        """The part of the tensor that an item fills."""
+        """Return the part of the tensor that an item fills."""
         return narrow_tensor_by_index(self.out, item.dest_offsets, item.lengths)
 
     def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
@@ -263,7 +263,7 @@ class _Target:
 
 
 def check_query_norms(reader: DistReader, name: str) -> None:
-    """Raises ValueError for norms of queries that are not compressed, which no layer has (latent_attention.py)."""
+    """Raise ValueError for norms of uncompressed queries, which our layers do not have (latent_attention.py)."""
     if any(_QUERY_NORM in key for key in reader.keys):
         raise ValueError(
             f"{name} has norms in front of linear_q_proj, which Megatron-LM computes with Transformer Engine and no "
@@ -273,11 +273,11 @@ def check_query_norms(reader: DistReader, name: str) -> None:
 
 
 BY_PARAMETER = (None, "fully_reshardable", "fully_sharded_model_space")
-"""Formats of the optimizer's state with a tensor for every parameter; None is that of a plain optimizer."""
+"""Formats of the optimizer's state with one tensor per parameter; None is the format of a plain optimizer."""
 
 
 def sharding_type(common: dict[str, Any]) -> str | None:
-    """The format of the distributed optimizer's state; None if the optimizer is another one or not stored."""
+    """Return the format of the distributed optimizer's state; None if it is another optimizer or not stored."""
     metadata, optimizer = common.get("content_metadata") or {}, common.get("optimizer")
     own = optimizer.get("param_state_sharding_type") if isinstance(optimizer, dict) else None
     return metadata.get("distrib_optim_sharding_type", own)
@@ -291,8 +291,8 @@ class StoredDepths:
     """The MTP layers of a checkpoint.
 
     Attributes:
-        layers: number of physical layers; one if a repeated layer serves all MTP layers.
-        sequential: whether the architecture is the sequential one; None without layers.
+        layers: number of physical layers; one if a repeated layer serves all depths.
+        sequential: whether the architecture is sequential; None without layers.
     """
 
     layers: int
@@ -300,20 +300,20 @@ class StoredDepths:
 
     @classmethod
     def of(cls, keys: Iterable[str]) -> "StoredDepths":
-        """Count the layers among the names of a checkpoint's tensors."""
+        """Count the layers in the names of a checkpoint's tensors."""
         found = [match.groups() for key in keys if (match := _MTP_LAYER.match(key))]
         layers = len({index for index, _ in found})
         return cls(layers, any(name == "eh_proj" for _, name in found) if layers else None)
 
 
 def depth_of(key: str) -> int | None:
-    """Index (from 0) of the MTP layer that a tensor belongs to; None for any other tensor."""
+    """Return the index, from 0, of the MTP layer that a tensor belongs to; None for other tensors."""
     match = _MTP_LAYER.match(key)
     return None if match is None else int(match.group(1))
 
 
 def stored_depths(folder: Path) -> StoredDepths | None:
-    """The MTP layers of the checkpoint in an iteration's folder; None if its format has no list of tensors."""
+    """Return the MTP layers of the checkpoint in an iteration's folder; None if its format lists no tensors."""
     if (folder / FORMAT).is_file():
         return StoredDepths.of(read_catalogue(folder).state_dict_metadata)
     older = older_tensors(folder)
@@ -321,7 +321,7 @@ def stored_depths(folder: Path) -> StoredDepths | None:
 
 
 def older_tensors(folder: Path) -> dict[str, Tensor] | None:
-    """The tensors of an iteration saved by `--ckpt-format torch`, by name, of all ranks; None if it was not."""
+    """Return all ranks' tensors of an iteration saved with `--ckpt-format torch`, by name; None for other formats."""
     found: dict[str, Tensor] = {}
     files = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
     for file in files:
@@ -335,17 +335,17 @@ def older_tensors(folder: Path) -> dict[str, Tensor] | None:
 def absent_layers(
     folder: Path, layers: int, sequential: bool, init: str | None, drops: bool = False
 ) -> tuple[int, ...]:
-    """Indices of the MTP layers that the checkpoint lacks, so that `--mtp-init` must make them.
+    """Return the indices of the MTP layers that the checkpoint lacks and `--mtp-init` must create.
 
     Args:
-        folder: of an iteration.
-        layers: physical MTP layers of the model to be built.
-        sequential: whether the model's architecture is the sequential one.
-        init: the value of `--mtp-init`; None if it was not given.
+        folder: folder of an iteration.
+        layers: number of physical MTP layers of the model to build.
+        sequential: whether the model's architecture is sequential.
+        init: value of `--mtp-init`; None if not given.
         drops: whether the model may have fewer layers than the checkpoint.
 
     Raises:
-        ValueError: the checkpoint has other MTP layers than the model, and `init` is None where some are missing.
+        ValueError: the checkpoint has different MTP layers than the model, or lacks some and `init` is None.
     """
     stored = stored_depths(folder)
     if stored is None:
@@ -376,7 +376,7 @@ def absent_layers(
 
 
 def stored_draft_vocabulary(folder: Path, of_drafter: bool = False) -> Tensor | None:
-    """Ids [N] of the tokens that the MTP layers or the drafter of a checkpoint draft; None for all tokens."""
+    """Return the token ids [N] that a checkpoint's MTP layers or drafter may draft; None for all tokens."""
     if not (folder / FORMAT).is_file():
         return (older_tensors(folder) or {}).get(DRAFT_VOCABULARY)
     reader, key = DistReader(folder), f"{DRAFTER}draft_vocabulary" if of_drafter else DRAFT_VOCABULARY
@@ -387,12 +387,12 @@ READ_ERRORS = (
     ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError, OSError, RuntimeError, EOFError,
     MemoryError, pickle.UnpicklingError, struct.error, CheckpointingException, CheckpointException,
 )  # fmt: skip
-"""What torch and Megatron raise for files that are damaged, missing or of another model."""
+"""Exceptions that torch and Megatron raise for files that are damaged, missing or from another model."""
 
 
 @contextmanager
 def read_errors(where: str) -> Iterator[None]:
-    """Turn errors of torch and Megatron while they read a checkpoint into a sentence that begins with `where`."""
+    """Turn errors of torch and Megatron while reading a checkpoint into one sentence that begins with `where`."""
     try:
         yield
     except DamagedError:
@@ -402,7 +402,7 @@ def read_errors(where: str) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of the original error, without its full stop."""
+    """Return the first line of the original error, without the final period."""
     error = root_of(error)
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     if isinstance(error, pickle.UnpicklingError) and "weights" in text.lower():
@@ -413,13 +413,13 @@ def reason(error: BaseException) -> str:
 
 
 def root_of(error: BaseException) -> BaseException:
-    """The first rank's error if torch has collected the errors of all ranks, else the error itself."""
+    """Return the first rank's error if torch has collected errors of all ranks, otherwise the error itself."""
     failures = error.failures.values() if isinstance(error, CheckpointException) else ()
     return next((of_rank for of_rank, _ in failures), error)
 
 
 def check_files(folder: Path, places: Mapping[Any, Any]) -> None:
-    """Raises ValueError where a file is missing, or shorter than a checkpoint's catalogue (`places`) requires."""
+    """Raise ValueError if a file is missing, or shorter than a checkpoint's metadata (`places`) require."""
     ends: dict[str, int] = {}
     for place in places.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -433,10 +433,10 @@ def check_files(folder: Path, places: Mapping[Any, Any]) -> None:
 
 
 def check_entries(folder: Path) -> dict[str, Any]:
-    """Compare every entry of a checkpoint with its checksum; returns counts and seconds, by name.
+    """Compare every entry of a checkpoint with its checksum. Return counts and seconds by name.
 
     Raises:
-        ValueError: entries differ; the message names the first and counts the others.
+        ValueError: entries differ; the message names the first one and counts the others.
     """
     began = time.monotonic()
     places = {(place.relative_path, place.offset): place for place in read_catalogue(folder).storage_data.values()}
@@ -470,7 +470,7 @@ def check_entries(folder: Path) -> dict[str, Any]:
 
 
 def equal_bits(one: Tensor, other: Tensor) -> bool:
-    """True if two tensors have the same shape, type and bits: a NaN is equal to itself, -0 is not 0."""
+    """Return whether two tensors have the same shape, dtype and bits: a NaN equals itself, -0 does not equal 0."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     pair = [tensor.detach().contiguous().reshape(-1) for tensor in (one, other)]
@@ -480,7 +480,7 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def bounds(tensor: Tensor) -> tuple[float, float] | tuple[None, None]:
-    """The smallest and the largest number, NaN if there is one; None of integers, FP8 and nothing."""
+    """Return the smallest and largest value, NaN if there is one; None for integers, FP8 and empty tensors."""
     if not tensor.is_floating_point() or tensor.element_size() == 1 or not tensor.numel():
         return None, None
     low, high = torch.aminmax(tensor.detach())

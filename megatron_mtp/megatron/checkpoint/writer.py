@@ -1,6 +1,6 @@
-"""Megatron distributed checkpoints (torch_dist), written without a model: chunks first, the catalogue last.
+"""Write Megatron distributed checkpoints (torch_dist) without a model: chunks first, the metadata last.
 
-Every chunk keeps a checksum, so that an interrupted conversion goes on behind the chunks that are whole.
+Every chunk has a checksum, so an interrupted conversion continues after the chunks that are complete.
 """
 
 import io
@@ -35,7 +35,7 @@ _KERNEL = re.compile(r"(.+\.)(linear_\w+|eh_proj|in_proj|out_proj|fc\d_latent_pr
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk that was written; `asdict` makes JSON of it for the records of a conversion."""
+    """A chunk that was written; `asdict` converts it to JSON for the records of a conversion."""
 
     key: str
     whole: tuple[int, ...]
@@ -51,7 +51,7 @@ class StoredChunk:
 def write_chunk(
     stream: IO[bytes], file: str, key: str, whole: tuple[int, ...], offset: tuple[int, ...], tensor: Tensor
 ) -> StoredChunk:
-    """Append a tensor to a `.distcp` file, or the slab at `offset` of one whose shape is `whole`."""
+    """Append a tensor to a `.distcp` file, or the slab at `offset` of a tensor of shape `whole`."""
     start, summed = stream.tell(), Summed(stream)
     own = tensor.contiguous()
     if own.untyped_storage().nbytes() != own.numel() * own.element_size():
@@ -67,12 +67,12 @@ def write_chunk(
 
 
 def read_chunk(record: dict[str, Any]) -> StoredChunk:
-    """A chunk from the JSON of `asdict`."""
+    """Create a chunk from the JSON of `asdict`."""
     return StoredChunk(**{**record, **{name: tuple(record[name]) for name in ("whole", "offset", "shape")}})
 
 
 def chunks_are_in(folder: Path, records: list[dict[str, Any]]) -> bool:
-    """True if the files hold the recorded chunks of an interrupted conversion, by their checksums."""
+    """Return whether the files contain the recorded chunks of an interrupted conversion, by checksum."""
     try:
         for chunk in map(read_chunk, records):
             with open(folder / chunk.file, "rb") as stream:
@@ -84,7 +84,7 @@ def chunks_are_in(folder: Path, records: list[dict[str, Any]]) -> bool:
 
 
 def _kernel_states(tensors: dict[str, Any]) -> list[str]:
-    """Keys of kernel states: Transformer Engine has one in every linear layer, norm and attention, used by FP8."""
+    """Return keys of kernel states for FP8: Transformer Engine has one in every linear layer, norm and attention."""
     keys = [HEAD_STATE] if HYBRID_NORM in tensors else []
     for key, entry in tensors.items():
         match = _KERNEL.fullmatch(key)
@@ -101,9 +101,9 @@ def _kernel_states(tensors: dict[str, Any]) -> list[str]:
 def write_catalogue(
     folder: Path, chunks: Iterable[StoredChunk], common: dict[str, Any], objects: Mapping[str, bytes]
 ) -> None:
-    """Complete an iteration's folder of chunks: the common state, the catalogue, and last the format's name.
+    """Complete an iteration's folder after its chunks: the common state, the metadata, and last the format's name.
 
-    `common` is what Megatron stores beside tensors; `objects` are others by key (`DistReader.stored_bytes`).
+    `common` is what Megatron stores besides tensors; `objects` are others by key (`DistReader.stored_bytes`).
     """
     tensors: dict[str, Any] = {}
     where: dict[MetadataIndex, _StorageInfo] = {}

@@ -1,4 +1,4 @@
-"""Layers: token counts of routers and their logged losses, angles of YaRN, fused weight gradients; and data sets.
+"""Patches of layers: token counts of routers and their logged losses, YaRN angles, fused weight gradients; data sets.
 
 T tokens, E experts.
 """
@@ -18,7 +18,7 @@ from megatron_mtp.megatron.patches.patch import Function, names_in, with_globals
 
 
 def count_for_expert_bias(router: Any, routing_map_TE: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-    """In the place of `TopKRouter._apply_expert_bias`, which combines a map [T, E] with a mask [T]."""
+    """Replacement of `TopKRouter._apply_expert_bias`, which combines a map [T, E] with a mask [T]."""
     if router.enable_expert_bias and torch.is_grad_enabled():
         with torch.no_grad():
             if padding_mask is not None:
@@ -27,7 +27,7 @@ def count_for_expert_bias(router: Any, routing_map_TE: torch.Tensor, padding_mas
 
 
 def with_mean_count(count: Callable[..., Any]) -> Callable[..., Any]:
-    """`get_tokens_per_expert_and_token_count`, with the mean over ranks as this rank's count of unmasked tokens.
+    """Wrap `get_tokens_per_expert_and_token_count` to return the mean over ranks as this rank's unmasked tokens.
 
     Megatron sums over the ranks in place, which overwrites this rank's own count. The caller multiplies the count by
     the number of ranks, so the mean gives the right balancing loss.
@@ -46,10 +46,10 @@ def with_mean_count(count: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def over_all_routers(report: Callable[..., str]) -> Callable[..., str]:
-    """`MoEMetricsTracker.report`, averaged over the routers that there are, and with one size of tensor on all stages.
+    """Wrap `MoEMetricsTracker.report` to average over the existing routers, with the same tensor size on all stages.
 
-    Megatron takes the layers of the trunk that have experts, and a router for every depth, whatever its layers are. Its
-    tensors have a place for every layer of the trunk and for every pass of a depth.
+    Megatron counts the trunk's expert layers and one router per depth, whatever its layers are. Its tensors have one
+    entry per trunk layer and per pass of a depth.
     """
 
     @wraps(report)
@@ -65,7 +65,7 @@ def over_all_routers(report: Callable[..., str]) -> Callable[..., str]:
 
 
 def routers_of(args: Namespace) -> int:
-    """Routers whose losses are logged; a repeated layer counts once, a frozen trunk not at all."""
+    """Return the number of routers whose losses are logged; a repeated layer counts once, a frozen trunk not at all."""
     if args.hybrid_layer_pattern is not None:
         trunk, *depths = (stack.count("E") for stack in args.hybrid_layer_pattern.split("/"))
         of_depth = depths[0] if depths else 0
@@ -82,10 +82,10 @@ def routers_of(args: Namespace) -> int:
 
 
 def with_yarn(validate_args: Callable[..., Any]) -> Callable[..., Any]:
-    """`validate_args`, which looks at a model with YaRN and MTP layers as at one with plain rotary positions.
+    """Wrap `validate_args` to treat a model with YaRN and MTP layers like one with plain rotary positions.
 
-    Megatron refuses it, since its own MTP has no such angles. Our MTP layers get the trunk's angles, and their
-    attention has the same factor.
+    Megatron rejects it, because its own MTP does not support these angles. Our MTP layers get the trunk's angles, and
+    their attention has the same factor.
     """
 
     @wraps(validate_args)
@@ -107,9 +107,9 @@ Initializer = Callable[..., None]
 
 
 def fused_where_possible(init: Initializer) -> Initializer:
-    """`ColumnParallelLinear.__init__`, which takes a plain weight gradient where Apex's extension is missing.
+    """Wrap `ColumnParallelLinear.__init__` to use a plain weight gradient if Apex's extension is missing.
 
-    Transformer Engine's layers read the same setting and fuse by themselves; Megatron's own alone do without.
+    Transformer Engine's layers read the same setting and fuse by themselves; only Megatron's own layers do not.
     """
     scope = unwrap(init).__globals__
 
@@ -129,9 +129,9 @@ def fused_where_possible(init: Initializer) -> Initializer:
 
 
 def import_helpers() -> None:
-    """In the place of `compile_helpers`, which runs a Makefile: the wheel has none, and would end the process.
+    """Replacement of `compile_helpers`, which runs a Makefile: the wheel has none, and the process would exit.
 
-    The wheel carries the compiled `helpers_cpp`. A checkout of Megatron-LM has the Makefile, and compiles as ever.
+    The wheel includes the compiled `helpers_cpp`. A checkout of Megatron-LM has the Makefile and compiles as usual.
     """
     from megatron.core.datasets import helpers_cpp  # noqa: F401  (an ImportError here names what is missing)
 
@@ -140,13 +140,13 @@ def import_helpers() -> None:
 
 
 def compiles_without_makefile(compile_helpers: Function) -> bool:
-    """Return whether it runs make in a folder that has no Makefile."""
+    """Return whether it runs make in a folder without a Makefile."""
     folder = Path(getfile(unwrap(compile_helpers))).parent
     return "make" in names_in(compile_helpers) and not (folder / "Makefile").exists()
 
 
 def refuses_yarn(validate_args: Function) -> bool:
-    """Return whether MTP layers are refused by the kind of positions; a wrapper's own code does not refuse them."""
+    """Return whether MTP layers are rejected by the kind of positions. The code of a wrapper does not reject them."""
     code = cast(FunctionType, validate_args).__code__
     return any(
         isinstance(text, str) and text.startswith("Multi-Token Prediction (MTP) is not") for text in code.co_consts
@@ -154,7 +154,7 @@ def refuses_yarn(validate_args: Function) -> bool:
 
 
 def mask_hits_experts(apply_expert_bias: Function) -> bool | None:
-    """Two tokens, two experts, the second token masked: counts are [1, 1], or with the fault [2, 0]."""
+    """Probe with two tokens and two experts, the second token masked: counts are [1, 1], or [2, 0] with the bug."""
     router = SimpleNamespace(enable_expert_bias=True, local_tokens_per_expert=torch.zeros(2))
     with torch.enable_grad():
         apply_expert_bias(router, torch.tensor([[True, True], [True, False]]), torch.tensor([False, True]))
@@ -162,14 +162,14 @@ def mask_hits_experts(apply_expert_bias: Function) -> bool | None:
 
 
 def sum_overwrites_count(get_counts: Function) -> bool | None:
-    """Count two tokens of an expert, one of them masked, on each of two ranks: this rank has 1 token, both have 2."""
+    """Probe with two tokens of an expert, one masked, on each of two ranks: this rank has 1 token, both have 2."""
     counted = with_globals(get_counts, reduce_from_tensor_model_parallel_region=lambda counts, _: counts.mul_(2))
     _, own, total = counted(torch.tensor([[1, 0], [0, 0]]), SimpleNamespace(size=lambda: 2), 1, True)
     return {(1, 2): False, (2, 2): True}.get((int(own), int(total)))
 
 
 def counts_other_routers(report: Function) -> bool | None:
-    """A trunk of one layer with experts, and a depth without: the average of the one router's 1.0 is 1.0, or 0.5."""
+    """Probe with a trunk of one expert layer and a depth without experts: the average is 1.0, or 0.5 with the bug."""
     from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 
     class OfOneRank(MoEMetricsTracker):
@@ -184,5 +184,5 @@ def counts_other_routers(report: Function) -> bool | None:
 
 
 def refuses_without_apex(init: Function) -> bool:
-    """Return whether a layer asks for Apex's extension when it is made."""
+    """Return whether creating a layer requires Apex's extension."""
     return "_grad_accum_fusion_available" in names_in(init)

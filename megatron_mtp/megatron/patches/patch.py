@@ -1,13 +1,13 @@
-"""Rows of the table of patches, and their application.
+"""Rows of the patch table, and how they are applied.
 
     Patch(target, reason, upstream, versions, probe, replacement)
-      probe(original) -> True     the fault is there           the replacement takes its place
-                         False    the fault is not there       Megatron's own stays
+      probe(original) -> True     the bug is present           the replacement is installed
+                         False    the bug is fixed             Megatron's own stays
                          None     the probe cannot tell        a known version: as for True
                                                                another version: as for True, with a warning
 
-An original is kept when it is replaced, so that probes always see Megatron's own function. Several rows may have one
-target: each replacement wraps the one before.
+Originals are kept when they are replaced, so probes always see Megatron's own function. Several rows may have the same
+target: each replacement wraps the previous one.
 """
 
 import importlib
@@ -31,17 +31,16 @@ from packaging.specifiers import SpecifierSet
 
 Function = Callable[..., Any]
 Probe = Callable[[Any], bool | None]
-"""From the original to whether the fault is there; None or an exception if it is not a function that the probe knows.
-
-It leaves no trace in the process. Most call the function with a few numbers; where that would need a job, they read its
-compiled code.
+"""Function from the original to whether the fault is present; None, or an exception, if it does not know this version
+of the function. A probe leaves no trace in the process. Most probes call the function with a few numbers; if that would
+need a job, they read its compiled code.
 """
 Replace = Callable[[Any], Any]
-"""From the current function to the one that takes its place."""
+"""Function from the current function to its replacement."""
 
 
 class State(Enum):
-    """The state of a row on this machine."""
+    """State of a row on this machine."""
 
     APPLIED = "applied"
     NOT_NEEDED = "not needed (the installed version does not have the fault)"
@@ -51,15 +50,15 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Patch:
-    """A fault of a published megatron-core that is put right: a row of `PATCHES`.
+    """A fix for a bug of the published megatron-core: a row of `PATCHES`.
 
     Attributes:
-        target: module and attribute, with a colon between: `megatron.core.optimizer:DistributedOptimizer`.
+        target: module and attribute, separated by a colon: `megatron.core.optimizer:DistributedOptimizer`.
         reason: what goes wrong without it.
         upstream: the issue or pull request, or "none known".
-        versions: of `package`, those that are known to have the fault, as a version specifier.
-        probe: from the original to whether the fault is there; None or an exception if the probe cannot tell.
-        replacement: None where each training run makes its own (`while_replaced`).
+        versions: versions of `package` that are known to have the bug, as a version specifier.
+        probe: function from the original to whether the bug is present; None or an exception if it cannot tell.
+        replacement: the fixed function; None if each training run creates its own (`while_replaced`).
         package: the distribution that the target belongs to.
     """
 
@@ -73,11 +72,11 @@ class Patch:
 
     @property
     def name(self) -> str:
-        """The attribute alone."""
+        """Name of the attribute."""
         return self.target.partition(":")[2]
 
     def owner(self) -> Any:
-        """The module or class that has the attribute."""
+        """Module or class that has the attribute."""
         module, _, path = self.target.partition(":")
         owner = importlib.import_module(module)
         for part in path.split(".")[:-1]:
@@ -86,13 +85,13 @@ class Patch:
 
 
 _REPLACED: dict[int, tuple[Any, Any]] = {}
-"""Every replacement of this process, by its id, with the original: probes need the original after that too."""
+"""Every replacement in this process, by its id, with the original, which later probes need."""
 
 _ABSENT = object()
 
 
 def original_of(patch: Patch) -> Any:
-    """The target as it was before this process replaced it; `_ABSENT` if it is not there."""
+    """Return the target as it was before this process replaced it; `_ABSENT` if it does not exist."""
     try:
         found = getattr(patch.owner(), patch.name.rpartition(".")[2])
     except (ImportError, AttributeError):
@@ -101,7 +100,7 @@ def original_of(patch: Patch) -> Any:
 
 
 def state_of(patch: Patch) -> State:
-    """Ask the probe, once for each original; nothing is replaced."""
+    """Run the probe, once for each original. Replaces nothing."""
     original = original_of(patch)
     if original is _ABSENT:
         return State.MISSING
@@ -113,7 +112,7 @@ def state_of(patch: Patch) -> State:
 
 @cache
 def _answer(probe: Probe, original: Any) -> bool | None:
-    """What the probe says of the function, which runs uncompiled: Megatron decorates many with `torch.compile`.
+    """Run the probe on the function, uncompiled: Megatron decorates many functions with `torch.compile`.
 
     Compiling would take minutes in every process and start CUDA before a rank has chosen its device.
     """
@@ -125,13 +124,13 @@ def _answer(probe: Probe, original: Any) -> bool | None:
 
 
 def is_known(patch: Patch) -> bool:
-    """Return whether the installed version is one of those that are known to have the fault; nothing is imported."""
+    """Return whether the installed version is known to have the bug. Imports nothing."""
     return installed(patch.package) in SpecifierSet(patch.versions, prereleases=True)
 
 
 @cache
 def installed(package: str) -> str:
-    """The version of a package as it is imported, or 0: a checkout of Megatron comes before the distribution."""
+    """Return the imported version of a package, or 0. A checkout of Megatron takes precedence over the distribution."""
     if package == "megatron-core" and (spec := importlib.util.find_spec("megatron.core")) and spec.origin:
         about = Path(spec.origin).with_name("package_info.py")  # read by itself: the package takes seconds to import
         version: str = runpy.run_path(str(about))["__version__"]
@@ -143,7 +142,7 @@ def installed(package: str) -> str:
 
 
 def apply(patches: Sequence[Patch]) -> None:
-    """Replace the targets whose fault is there; a second call replaces nothing twice.
+    """Replace the targets whose bug is present. A second call changes nothing.
 
     Raises:
         RuntimeError: the installed version has no such function.
@@ -153,7 +152,7 @@ def apply(patches: Sequence[Patch]) -> None:
 
 
 def _apply(rows: list[Patch]) -> None:
-    """Rows of one target."""
+    """Apply the rows of one target."""
     if not rows:
         return
     original = replacement = original_of(rows[0])
@@ -171,16 +170,16 @@ def _apply(rows: list[Patch]) -> None:
 
 
 def _sentence(patch: Patch, ending: str) -> str:
-    """Sentence on the version that is there and those that are known."""
+    """Return a sentence on the installed version and the known versions."""
     version = installed(patch.package)
     return f"{patch.target} is patched in {patch.package} {patch.versions}, and the installed {version} {ending}"
 
 
 @contextmanager
 def while_replaced(patches: Sequence[Patch], replacements: dict[str, Replace]) -> Iterator[None]:
-    """While this lasts, targets are what the replacements of their names make of them.
+    """Within this context, replace targets by the results of their replacements, by name.
 
-    A row whose probe finds no fault is left alone.
+    Rows whose probe finds no bug are left alone.
 
     Raises:
         KeyError: a name has no row.
@@ -202,7 +201,7 @@ def while_replaced(patches: Sequence[Patch], replacements: dict[str, Replace]) -
 
 
 def names_in(function: Function) -> set[str]:
-    """Names and strings that the code of a function mentions, with the functions inside it."""
+    """Return the names and strings in the code of a function and of functions inside it."""
     waiting, names = [cast(FunctionType, inspect.unwrap(function)).__code__], set[str]()
     while waiting:
         code = waiting.pop()
@@ -212,7 +211,7 @@ def names_in(function: Function) -> set[str]:
 
 
 def with_globals(function: Function, **changed: Any) -> Function:
-    """A copy of the function that finds other objects under some global names."""
+    """Return a copy of the function with some global names rebound."""
     plain = cast(FunctionType, inspect.unwrap(function))
     made = FunctionType(plain.__code__, {**plain.__globals__, **changed}, plain.__name__, plain.__defaults__)
     made.__kwdefaults__ = plain.__kwdefaults__
@@ -220,14 +219,14 @@ def with_globals(function: Function, **changed: Any) -> Function:
 
 
 def has_no_callbacks(_: Any) -> bool:
-    """Return whether `pretrain()` takes no callbacks, so that only its functions' arguments show a run."""
+    """Return whether `pretrain()` takes no callbacks, so runs can be observed only through its functions' arguments."""
     from megatron.training import training
 
     return not any("callback" in name for name in inspect.signature(training.pretrain).parameters)
 
 
 def called_by_name(*first: str) -> Probe:
-    """A probe: Megatron's loop calls the function by its name in the module, with these arguments first."""
+    """Return a probe: does Megatron's loop call the function by its name in the module, with these first arguments?"""
 
     def probe(function: Function) -> bool | None:
         if tuple(inspect.signature(function).parameters)[: len(first)] != first:
@@ -245,6 +244,6 @@ def _functions_of_loop() -> list[FunctionType]:
 
 
 def unobserved(*first: str) -> Probe:
-    """A probe: there are no callbacks, and the loop calls the function as `called_by_name` says."""
+    """Return a probe: are there no callbacks, and does the loop call the function as in `called_by_name`?"""
     by_name = called_by_name(*first)
     return lambda function: by_name(function) if has_no_callbacks(function) else False

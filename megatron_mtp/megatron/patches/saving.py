@@ -1,13 +1,13 @@
-"""Saves and loads of checkpoints: what a kill leaves, and the optimizer's state in them.
+"""Patches of saving and loading checkpoints: what a kill leaves behind, and the optimizer state.
 
-Every rank starts a helper process at its first save, to hold a queue. Megatron's helper lives on when its rank is
-killed, with half a gigabyte of memory. Here it ends with its rank. A process that has not used CUDA
-forks it, since spawning imports everything a second time, which takes longer than the save.
+Every rank starts a helper process at its first save, to hold a queue. Megatron's helper survives when its rank is
+killed, with half a gigabyte of memory. Here it ends with its rank. A process that has not used CUDA forks it, because
+spawning imports everything again, which takes longer than the save.
 
-A run that was killed between its save and the tracker's update is started again, and saves that iteration over
-itself. `metadata.json`, which marks an iteration as whole, is removed first; Megatron leaves it in place all the time.
+A run that was killed between its save and the tracker's update restarts and saves that iteration over itself.
+`metadata.json`, which marks an iteration as complete, is removed first; Megatron leaves it in place.
 
-The optimizer's faults are slices behind padding, torch's Adam, SGD, stages without anything to train, and new
+The optimizer bugs concern slices after padding, torch's Adam, SGD, stages without trained parameters, and new
 parameters.
 """
 
@@ -35,17 +35,19 @@ from megatron_mtp.megatron.checkpoint.catalogue import CHECKSUMS, FORMAT, seal
 from megatron_mtp.megatron.patches.patch import Function, names_in, with_globals
 
 PR_SET_PDEATHSIG = 1
-"""Linux: the signal that a process gets when its parent has ended (prctl(2))."""
+"""Linux option for the signal that a process gets when its parent has ended (prctl(2))."""
 
 BEFORE_SAVES: list[Callable[[Path], None]] = []
 """Functions that the first rank calls before every save, with the folder of all iterations."""
 
 Save = Callable[..., Any]
-"""`dist_checkpointing.save`: state, folder of the iteration, and settings; an AsyncRequest or None."""
+"""Signature of `dist_checkpointing.save`: state, folder of the iteration, and settings; returns an AsyncRequest or
+None.
+"""
 
 
 def unmarked_meanwhile(save: Save) -> Save:
-    """Wrap a save, so that the folder looks whole only when it is."""
+    """Wrap a save so that the folder looks complete only when it is."""
 
     @functools.wraps(save)
     def saved(state: Any, checkpoint_dir: str, *rest: Any, **settings: Any) -> Any:
@@ -58,7 +60,7 @@ def unmarked_meanwhile(save: Save) -> Save:
 
 
 def sealed(save: Save) -> Save:
-    """Wrap a save, so that a checksum of the catalogue is put beside it."""
+    """Wrap a save so that a checksum of the metadata is written."""
 
     @functools.wraps(save)
     def saved(state: Any, checkpoint_dir: str, *rest: Any, **settings: Any) -> Any:
@@ -76,7 +78,7 @@ def sealed(save: Save) -> Save:
 
 
 def announced(save: Save) -> Save:
-    """Wrap a save, so that the first rank calls `BEFORE_SAVES` before it."""
+    """Wrap a save so that the first rank calls `BEFORE_SAVES` before it."""
 
     @functools.wraps(save)
     def saved(state: Any, checkpoint_dir: str, *rest: Any, **settings: Any) -> Any:
@@ -89,7 +91,7 @@ def announced(save: Save) -> Save:
 
 
 def queue_that_ends(get_queue: Callable[..., Any]) -> Callable[..., Any]:
-    """In the place of `get_write_results_queue`: one queue a process, kept where Megatron keeps it."""
+    """Replacement of `get_write_results_queue`: one queue per process, stored where Megatron stores it."""
     owner: Any = sys.modules[get_queue.__module__]
 
     def get(mp_mode: str = "spawn") -> Any:
@@ -103,7 +105,7 @@ def queue_that_ends(get_queue: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def end_with_parent(parent: int) -> None:
-    """Called in the new process. It needs Linux; on other systems it does nothing."""
+    """End the calling process with its parent. Works only on Linux; does nothing on other systems."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is None:
         return
@@ -116,10 +118,10 @@ def end_with_parent(parent: int) -> None:
 
 
 def without_gaps(state_of: Callable[..., Any]) -> Callable[..., Any]:
-    """`DistributedOptimizer.sharded_param_state_fully_reshardable`, with places that leave padding out.
+    """Wrap `DistributedOptimizer.sharded_param_state_fully_reshardable` to compute offsets without padding.
 
-    The gathered tensors leave padding out, while the parameters' places count it. A bucket is padded before others
-    where the embedding's copy on a later pipeline stage has a bucket of its own:
+    The gathered tensors have no padding, but the parameters' offsets count it. A bucket is padded before others if the
+    embedding's copy on a later pipeline stage has its own bucket:
 
         bucket 0: a a a . .    bucket 1: b b      gathered: a a a b b      place of b: 5 to 7; should be 3 to 5
     """
@@ -152,21 +154,21 @@ else:
 
 
 class _Resumable(DistributedOptimizer):
-    """Before Megatron's class in the order of methods, for torch's Adam, which Megatron shards but cannot resume.
+    """Mixin before Megatron's optimizer class that resumes torch's Adam, which Megatron shards but cannot resume.
 
     torch's Adam keeps `step` as a tensor for every parameter, and its first step makes these tensors; Apex and TE keep
     a number for every group. Each method is Megatron's, corrected where it assumes a number.
     """
 
     def state_dict(self) -> Any:
-        """With the state that the first step would make; a load asks for it before that step."""
+        """Return the state, with entries of a first step: a load needs them before that step."""
         if not self.optimizer.state and self.init_state_fn is not None:
             self.init_state_fn(self.optimizer)
             self._own_steps(torch.tensor(0.0))
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load it, with a `step` for every parameter: they shared one tensor, and each would add 1 to it every step."""
+        """Load the state with its own `step` for every parameter: each parameter would increment a shared one."""
         super().load_state_dict(state_dict)
         self._own_steps()
 
@@ -185,7 +187,7 @@ class _Resumable(DistributedOptimizer):
 
 
 def resumable(distributed_optimizer: type) -> type:
-    """In the place of the class in `megatron.core.optimizer`, which makes the optimizers."""
+    """Replacement of the class in `megatron.core.optimizer` that creates the optimizers."""
     return type("ResumableDistributedOptimizer", (_Resumable, distributed_optimizer), {})
 
 
@@ -193,7 +195,7 @@ def resumable(distributed_optimizer: type) -> type:
 
 
 def with_momentum(init: Callable[..., None]) -> Callable[..., None]:
-    """`MegatronOptimizer.__init__`, which gives SGD the function that makes its state before a checkpoint is read.
+    """Wrap `MegatronOptimizer.__init__` to give SGD the function that creates its state before a checkpoint is read.
 
     Momenta of zero are those of an optimizer before its first step.
     """
@@ -216,9 +218,9 @@ def _zero_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None
 
 
 def with_stubs(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:
-    """`get_megatron_optimizer`, which makes a stub where no parameter is trained, as under `--mtp-train-only`.
+    """Wrap `get_megatron_optimizer` to create a stub if no parameter is trained, as under `--mtp-train-only`.
 
-    Megatron gives such a stage an optimizer of empty groups, for which torch's Adam has no step, and which no other
+    Megatron gives such a stage an optimizer with empty groups, on which torch's Adam cannot step, and which no other
     stage can read. Stubs are Megatron's optimizers that are left out of checkpoints.
     """
 
@@ -233,7 +235,7 @@ def with_stubs(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_lent_optimizer(save: Callable[..., Any]) -> Callable[..., Any]:
-    """`dist_checkpointing.save`; rank 0 saves another rank's `optimizer`, less what is sharded, if it has none."""
+    """Wrap `dist_checkpointing.save`: if rank 0 has no `optimizer`, it saves another rank's, without sharded parts."""
 
     @functools.wraps(save)
     def saved(state: dict[str, Any], *rest: Any, **settings: Any) -> Any:
@@ -263,16 +265,16 @@ def _not_sharded(optimizer: dict[str, Any]) -> Any:
 # --- parameters that the checkpoint lacks ----------------------------------------------------------------------------
 
 ABSENT = "absent: "
-"""Beginning of the keys of a model's entries that the checkpoint to load lacks; an optimizer's keys end with them."""
+"""Key prefix of model entries that the checkpoint to load does not have; an optimizer's keys end with them."""
 OWN_COPY, LISTS = ("param", "fp32_param"), "fp32_from_fp16_params"
-"""States of an optimizer that are its copy of the parameter, and the key under which one keeps them."""
+"""Optimizer states that are a copy of the parameter, and the key under which one optimizer keeps them."""
 
 
 def without_absent(load: Callable[..., Any]) -> Callable[..., Any]:
-    """`dist_checkpointing.load`, which reads no entry of an `ABSENT` key.
+    """Wrap `dist_checkpointing.load` to skip entries with an `ABSENT` key.
 
-    Such entries of the model are left out, since the model makes them itself. The optimizer's are those of a new
-    parameter: moments of zero, and as its copy the model's parameter, which Megatron loads before the optimizer.
+    The model creates such entries itself, so they are left out. The optimizer's entries become those of a new
+    parameter: moments of zero and, as its copy, the model's parameter, which Megatron loads before the optimizer.
     """
 
     @functools.wraps(load)
@@ -290,13 +292,13 @@ def without_absent(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _absent_parameters(state: dict[str, Any]) -> dict[str, Any]:
-    """Entries of the model under `ABSENT` keys: parameters, and for a state of a kernel None."""
+    """Return the model's entries under `ABSENT` keys: parameters, and None for a kernel state."""
     models = [part for name, part in state.items() if name.startswith("model") and isinstance(part, dict)]
     return {entry.key: entry.data for part in models for entry in part.values() if _is_absent(entry)}
 
 
 def _with_new(state: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
-    """The state to load, less the model's absent entries, with the optimizer's as for new parameters.
+    """Return the state to load without the model's absent entries, and with optimizer states as for new parameters.
 
     Megatron takes lists apart and loses places where some of the items are not read: they become dicts by index.
     """
@@ -313,7 +315,7 @@ def _with_new(state: dict[str, Any], parameters: dict[str, Any]) -> dict[str, An
 
 
 def _with_lists(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The states of optimizers that list their copies of the parameters by group."""
+    """Return states of optimizers that list their copies of the parameters by group."""
     optimizer = state.get("optimizer") or {}
     return [part for part in (optimizer, *optimizer.values()) if isinstance(part, dict) and LISTS in part]
 
@@ -323,7 +325,7 @@ def _is_absent(entry: Any) -> bool:
 
 
 def _new_state(parameters: dict[str, torch.Tensor], entry: Any) -> Any:
-    """Zeros in the parameter's shape for `optimizer.state.exp_avg.absent: mtp.layers.1.eh_proj.weight`."""
+    """Return zeros in the parameter's shape for `optimizer.state.exp_avg.absent: mtp.layers.1.eh_proj.weight`."""
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
     if not _is_absent(entry):
@@ -339,7 +341,7 @@ def _new_state(parameters: dict[str, torch.Tensor], entry: Any) -> Any:
 
 
 def keeps_mark(save: Function) -> bool | None:
-    """Return whether a folder that is saved to again is still marked as whole when the save begins."""
+    """Return whether a folder that is overwritten is still marked as complete when the save begins."""
     reached: list[bool] = []
 
     def begin(*_: Any) -> None:
@@ -359,20 +361,20 @@ def keeps_mark(save: Function) -> bool | None:
 
 
 def seals_nothing(save: Function) -> bool:
-    """Return whether a save makes no checksum of the catalogue by default."""
+    """Return whether a save writes no checksum of the metadata by default."""
     settings = signature(save).parameters
     return "verify_integrity" not in settings or settings["verify_integrity"].default is False
 
 
 def leaves_helper(get_queue: Function) -> bool:
-    """Return whether the queue's process is a plain Manager, which nothing ends with its parent."""
+    """Return whether the queue's process is a plain Manager, which does not end with its parent."""
     return "Manager" in names_in(get_queue)
 
 
 def counts_padding(state_of: Function) -> bool | None:
-    """Bucket 0 has one number and one of padding; bucket 1 has three, and the parameter is the first two.
+    """Probe: bucket 0 has one number and one of padding; bucket 1 has three, and the parameter is the first two.
 
-    Gathered: [0, 1, 2, 3]; the parameter is [1, 2], or with the fault [2, 3].
+    Gathered: [0, 1, 2, 3]; the parameter is [1, 2], or [2, 3] with the bug.
     """
     from megatron.core.dist_checkpointing import ShardedTensor
 
@@ -406,14 +408,14 @@ def needs_first_step(optimizer_class: Any) -> bool | None:
 
 
 def leaves_sgd_stateless(init: Function) -> bool:
-    """Return whether an optimizer of SGD has no function that makes its state."""
+    """Return whether an SGD optimizer has no function that creates its state."""
     made = SimpleNamespace()
     init(made, torch.optim.SGD([torch.zeros(1)]), None, None)
     return made.init_state_fn is None
 
 
 def makes_no_stubs(get_optimizer: Function) -> bool:
-    """Return whether stages without anything to train get no stub: the functions that make optimizers mention none."""
+    """Return whether stages without trained parameters get no stub: no function that creates optimizers mentions it."""
     scope = unwrap(get_optimizer).__globals__
     parts = ("_get_megatron_optimizer_based_on_param_groups", "_get_param_groups_and_buffers", "_get_param_groups")
     functions = [get_optimizer, *(scope[part] for part in parts if part in scope)]
@@ -426,5 +428,5 @@ def lends_nothing(save: Function) -> bool:
 
 
 def reads_every_entry(load: Function) -> bool:
-    """Return whether a load has no way to leave out entries: no argument names them."""
+    """Return whether a load has no argument to skip entries."""
     return not any("missing" in name or "partial" in name for name in signature(load).parameters)

@@ -1,10 +1,10 @@
 """THE TABLE: every function of Megatron, and of torch's checkpoints, that this package replaces.
 
-`PATCHES` are replaced by `install()`, for the life of the process; `LOOP` while a training run lasts
-(`training/run.py`). What a CPU needs in the place of CUDA is another table, `cpu.py`.
+`install()` applies `PATCHES` for the life of the process; `LOOP` is applied during a training run (`training/run.py`).
+CPU substitutes for CUDA are in a separate table, `cpu.py`.
 
-The sources of megatron-core 0.19.0, 0.19.1 and 0.19.2 are the same in everything that is named here. Probes find
-torch's faults in 2.11 and in 2.15.
+The sources of megatron-core 0.19.0, 0.19.1 and 0.19.2 are identical in everything that is listed here. Probes find
+torch's bugs in 2.11 and in 2.15.
 """
 
 from megatron_mtp.megatron.checkpoint import catalogue
@@ -201,7 +201,7 @@ PATCHES = (
         package="torch",
     ),
 )
-"""In the order in which they are applied; rows of one target follow each other."""
+"""Patches in the order in which they are applied; rows of one target are adjacent."""
 
 
 def _of_loop(name: str, reason: str, probe: Probe) -> Patch:
@@ -266,11 +266,11 @@ LOOP = (
         called_by_name(),
     ),
 )
-"""Each run makes the replacements of these, and takes them back at its end."""
+"""Patches that each run applies at its start and reverts at its end."""
 
 
 def install() -> None:
-    """Replace what is faulty in the installed versions; a second call changes nothing.
+    """Replace the functions with bugs in the installed versions. A second call changes nothing.
 
     Raises:
         RuntimeError: an installed version does not have one of the functions.
@@ -279,6 +279,6 @@ def install() -> None:
 
 
 def install_for_experts() -> None:
-    """Replace what is faulty in routers alone, where a framework has built the model; a release may lack a function."""
+    """Replace only router functions, for a model built by a framework. A release may lack a function."""
     routers = [patch for patch in PATCHES if patch.target.startswith("megatron.core.transformer.moe.router:")]
     apply([patch for patch in routers if state_of(patch) is not State.MISSING])

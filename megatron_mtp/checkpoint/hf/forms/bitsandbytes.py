@@ -1,4 +1,4 @@
-"""What bitsandbytes stores, which is described and not decoded."""
+"""Formats of bitsandbytes, which are described but not decoded."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What a form of quantized weights is: its parts and their types, the shape of its weight, decoding and encoding."""
+"""What a form of quantized weights is: its parts and their dtypes, the shape of its weight, decoding and encoding."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +12,14 @@ from torch import Tensor
 from megatron_mtp.checkpoint.hf import Shape
 
 StoredPart = tuple[Shape, torch.dtype | None]
-"""Shape and type of a stored tensor; None for a type that torch lacks."""
+"""Shape and dtype of a stored tensor; the dtype is None if torch lacks it."""
 Tensors = Mapping[str, Tensor]
 Types = tuple[torch.dtype, ...]
 
 E4M3 = torch.float8_e4m3fn
 E8M0 = torch.float8_e8m0fnu
 FP8 = (E4M3, torch.float8_e5m2, E8M0)
-"""Types of which a tensor is not a weight by itself; the last is that of scales that are powers of two."""
+"""Dtypes that are not a weight on their own; the last one is for scales that are powers of two."""
 FLOATS: Types = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Types of scales that are numbers."""
 POWERS: Types = (torch.uint8, E8M0)
@@ -27,11 +27,11 @@ POWERS: Types = (torch.uint8, E8M0)
 BLOCK = 128
 """Rows and columns of a block, in the releases of DeepSeek and in exports."""
 GROUP_16, GROUP_32 = 16, 32
-"""Columns that share a scale: in NVFP4, in MXFP4 and MXFP8."""
+"""Columns that share a scale: in NVFP4, and in MXFP4 and MXFP8."""
 LARGEST_8 = 448.0
 """The largest number of E4M3."""
 COMPRESSED_ARGS = {"symmetric": True, "dynamic": False, "group_size": None, "block_structure": None, "actorder": None}
-"""What an export says of every group of compressed-tensors."""
+"""Common settings of every compressed-tensors group in an export."""
 ALL_ENGINES = "vLLM, SGLang, transformers"
 
 
@@ -41,7 +41,7 @@ class MisfitError(ValueError):
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers of a config that decoding needs beside tensors.
+    """Numbers of a config that decoding needs in addition to tensors.
 
     Attributes:
         block: rows and columns that share a scale, of FP8 in blocks.
@@ -145,7 +145,7 @@ class Form:
 
     @cached_property
     def _types_of(self) -> dict[str, Types]:
-        """The types of every part, the numbers first."""
+        """Return the types of every part, the numbers first."""
         either = {one: types for part, types in self.scales.items() for one in part.split("|")}
         return {self.numbers: self.types, **either, **self.more}
 

@@ -31,11 +31,11 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 LARGEST_4 = 6.0
 """The largest of them."""
 BIAS = 127
-"""What is subtracted from the exponent in a byte of E8M0."""
+"""Subtracted from the exponent in a byte of E8M0."""
 
 
 def _shape_of_nibbles(group: int, parts: Mapping[str, StoredPart], numbers: Numbers) -> Shape:
-    """The shape of bytes [O, I / 2] with scales [O, I / group]."""
+    """Return the shape of bytes [O, I / 2] with scales [O, I / group]."""
     (shape, _), (scale, _) = list(parts.values())[:2]
     whole = (*shape[:-1], 2 * shape[-1]) if shape else ()
     if len(shape) < 2 or (*scale[:-1], scale[-1:] and scale[-1] * group) != whole:
@@ -48,14 +48,14 @@ def _shape_of_nibbles(group: int, parts: Mapping[str, StoredPart], numbers: Numb
 
 
 def _fp4(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of bytes [..., I / 2], the lower half of a byte first: [..., I]."""
+    """Return the numbers [..., I] of bytes [..., I / 2], the lower half of a byte first."""
     found = torch.index_select(_pairs(dtype), 0, packed.flatten().view(torch.uint8).int())
     return found.view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 @functools.cache
 def _pairs(dtype: torch.dtype) -> Tensor:
-    """The two numbers that each byte holds, [256, 2]."""
+    """Return the two numbers that each byte holds, [256, 2]."""
     return torch.tensor([(FP4[byte & 15], FP4[byte >> 4]) for byte in range(256)], dtype=dtype)
 
 
@@ -99,7 +99,7 @@ def to_nvfp4(weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
 
 
 def _in_nibbles(weight: Tensor, whole: Tensor) -> dict[str, Tensor]:
-    """Numbers round to the nearest, and halfway ones to the even code."""
+    """Round numbers to the nearest code, and ties to the even code."""
     groups = weight.unflatten(1, (-1, GROUP_16))
     least = torch.finfo(E4M3).smallest_normal / 8  # the smallest number of E4M3: a scale of 0 has no inverse
     scale = (groups.abs().amax(2) / LARGEST_4 * whole).clamp(least, LARGEST_8).to(E4M3)

@@ -28,7 +28,7 @@ from megatron_mtp.checkpoint.hf.forms.form import (
 from megatron_mtp.checkpoint.hf.forms.scales import grouped, number, result, scale_of
 
 FP8_SCALES = ("weight_scale_inv", "weight_scale", "scale")
-"""What the scale of FP8 is called: by DeepSeek-V3, by others, by DeepSeek-V4."""
+"""Names of FP8 scales: DeepSeek-V3's, others', DeepSeek-V4's."""
 
 
 def _fp8_scale(parts: Mapping[str, Any]) -> Any:
@@ -94,14 +94,14 @@ def from_groups(parts: Tensors, numbers: Numbers) -> Tensor:
 
 
 def _float32(codes: Tensor) -> Tensor:
-    """FP8 numbers in float32, by a table: torch converts a quarter as many in the same time."""
+    """Convert FP8 numbers to float32 with a table: torch converts a quarter as many in the same time."""
     found = torch.index_select(_values(codes.dtype), 0, codes.contiguous().view(torch.uint8).flatten().int())
     return found.view(codes.shape)
 
 
 @functools.cache
 def _values(dtype: torch.dtype) -> Tensor:
-    """The number of every byte [256]."""
+    """Return the number of every byte [256]."""
     return torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
 

@@ -24,7 +24,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpacked(words: Tensor, bits: int, count: int, order: Sequence[int] = ()) -> Tensor:
-    """Unsigned numbers of so many bits out of words of 32, along the last axis.
+    """Unpack unsigned numbers of this many bits from 32-bit words, along the last axis.
 
     Args:
         words: int32 [..., words].
@@ -44,12 +44,12 @@ def unpacked(words: Tensor, bits: int, count: int, order: Sequence[int] = ()) ->
 
 
 def _words(count: int, bits: int) -> int:
-    """Words of 32 bits that hold so many numbers."""
+    """Return how many 32-bit words hold this many numbers."""
     return -(-count * bits // 32)
 
 
 def _shape_of_packed(parts: Mapping[str, StoredPart], numbers: Numbers) -> Shape | None:
-    """None: the shape is the content of `weight_shape`."""
+    """Return None: the shape is the content of `weight_shape`."""
     (packed, _), (scale, _) = parts["weight_packed"], parts["weight_scale"]
     if len(packed) != 2 or len(scale) > 2 or (prod(scale) != 1 and scale[0] != packed[0]):
         raise MisfitError(
@@ -101,7 +101,7 @@ def from_int8(parts: Tensors, numbers: Numbers) -> Tensor:
 
 
 def _integers(codes_OI: Tensor, scale: Tensor, zero: Tensor | None, index_I: Tensor | None) -> Tensor:
-    """Integers less the zero point of their group, times its scale; scale and zero point are [O, G] or single."""
+    """Subtract each group's zero point and multiply by its scale; scale and zero point are [O, G] or single."""
     scale = scale.unsqueeze(1) if scale.dim() == 1 else scale
     zero = zero.unsqueeze(1) if zero is not None and zero.dim() == 1 else zero
     groups = scale.size(-1) if scale.dim() == 2 else 1
@@ -140,7 +140,7 @@ def from_awq(parts: Tensors, numbers: Numbers) -> Tensor:
 
 
 def _gptq_bits(parts: Mapping[str, StoredPart], numbers: Numbers) -> tuple[int, int]:
-    """Bits and columns I of GPTQ's words [I * bits / 32, O]."""
+    """Return bits and columns I of GPTQ's words [I * bits / 32, O]."""
     (words, _), (scale, _), (zeros, _) = parts["qweight"], parts["scales"], parts["qzeros"]
     if len(words) == 2 and len(scale) == 2 and len(zeros) == 2 and words[1] == scale[1] and zeros[0] == scale[0]:
         for bits in (*numbers.bits, 4, 8, 2, 3):

@@ -20,6 +20,6 @@ FORMS = (
     bitsandbytes.INT8,
     bitsandbytes.FOUR_BITS,
 )
-"""Forms of quantized weights; of several that fit, the first counts."""
+"""Forms of quantized weights; the first one that fits counts."""
 WRITTEN = {form.encoding.flag: form for form in FORMS if form.encoding is not None}
-"""The forms that an export writes, by their names in `--quantize`."""
+"""Forms that an export writes, by their names in `--quantize`."""

@@ -74,7 +74,7 @@ def _of_kernels(made: Sequence[Kernel]) -> Table:
     shared = {kernel.name: kernel.shared for kernel in made}
     rows = [[name, most, *(cell(kernel) for kernel in made if kernel.name == name)] for name, most in shared.items()]
     header = ["kernel", "shared bytes", *map(_card, CARDS)]
-    return {"title": "Registers of a thread, and occupancy", "header": header, "rows": rows}
+    return {"title": "Registers of a thread, occupancy, and bytes that spill", "header": header, "rows": rows}
 
 
 def _alone(made: Sequence[Kernel]) -> Table:

@@ -3,6 +3,7 @@
 shrink.py      the flags of a launch line as a tiny model
 cases.py       layouts, batches and options that are tried
 worker.py      the ranks: a script without this package, which imports the user's Megatron
+stand_ins.py   CUDA and modules that a CPU lacks, for them
 reference.py   eq. 21-25 of arXiv:2412.19437 in float64, with rules that can be bent
 hypotheses.py  known causes of wrong numbers, as such rules
 proving.py     run the cases and judge them

@@ -157,7 +157,7 @@ def _ranks(
         ],
     }
     torch.save(job, folder / "job.pt")
-    environment = environment_of(megatron, reads_package=tiny.attached or tiny.is_hybrid)
+    environment = environment_of(megatron, reads_package=tiny.attached)
     with (folder / "errors").open("w+") as errors:
         command = [sys.executable, "-P", worker.__file__, str(folder / "job.pt"), str(folder)]
         process = subprocess.Popen(
@@ -289,8 +289,9 @@ class Judge:
         in_mtp = "multi_token_prediction.py" in failed
         if refusal is not None and not in_mtp:
             return Verdict(case, NOT_RUN, words=f"Megatron refuses it: {refusal[1]}")
-        if not event["built"]:
-            return Verdict(case, NOT_RUN, words=f"Megatron does not build it: {failed}")
+        if event["in"] != "step":
+            words = "it fails without MTP layers too" if event["in"] else "Megatron does not build it"
+            return Verdict(case, NOT_RUN, words=f"{words}: {failed}")
         if case.batch == "padded" and case.layout.context > 1 and in_mtp:
             self.candidates[id(case)] = [OFFSETS]
         return Verdict(case, WRONG, words=failed)

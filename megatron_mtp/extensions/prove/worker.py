@@ -2,11 +2,11 @@
 
     python worker.py JOB.pt FOLDER
 
-A script that stands alone: it imports torch and the Megatron that is first on PYTHONPATH, and of this package nothing
-but `megatron_mtp.attach`, where attached layers are judged, and the layers of hybrids that run without kernels.
-Torch and Megatron are imported once; the ranks of every layout are forked from there. What happens goes to stdout, a
-JSON object a line: {"megatron": ...} first, then {"case": I, "file": PATH} or {"case": I, "failed": SENTENCE, "built":
-whether there was a model by then}.
+A script that stands alone: it imports torch, the Megatron that is first on PYTHONPATH and stand_ins.py beside it; of
+this package nothing but `megatron_mtp.attach`, where attached layers are judged. Torch and Megatron are imported once;
+the ranks of every layout are forked from there. What happens goes to stdout, a JSON object a line: {"megatron": ...}
+first, then {"case": I, "file": PATH} or {"case": I, "failed": SENTENCE, "in": "", "control" or "step"}, the part whose
+model was built last.
 
 A case's file holds, for the step and for one without MTP layers (the control): the losses that Megatron logs, sums of
 the main loss by rank, every gradient of the whole model by name, and how far copies on several ranks are apart.
@@ -24,211 +24,22 @@ import warnings
 import zlib
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CPU = torch.device("cpu")
+if TYPE_CHECKING:
+    from megatron_mtp.extensions.prove import stand_ins
+else:
+    sys.path.insert(0, str(Path(__file__).parent))
+    import stand_ins
+
+    del sys.path[0]
+
 GRACE = 3.0
 """Seconds that other ranks have to fail by themselves once one has."""
-
-
-# --- stand-ins for what a CPU lacks ----------------------------------------------------------------------------------
-
-OF_HYBRIDS = "layers of hybrids"
-STAND_INS = {
-    "torch.cuda (device, streams, memory, random state)": "Megatron asks for a CUDA device",
-    "megatron.core.tensor_parallel.random (state of generators, shared storage)": "it reaches past torch.cuda",
-    "is_inference_column_parallel_linear (0.20)": "it compares with classes of Transformer Engine",
-    "device='cuda' in torch.tensor, empty, zeros, ones, full, arange": "tensors are made on the CUDA device",
-    "Transformer Engine and Apex": "hidden: Megatron's local layers run",
-    "core attention": "the local one has neither packed documents nor context parallelism",
-    "norms": "the local ones refuse sequence parallelism",
-    OF_HYBRIDS: "Megatron's need Transformer Engine, and Mamba's mixer a kernel",
-}
-"""What is not Megatron's own in these runs, and why."""
-
-
-class _Stream:
-    """A CUDA stream or event: always finished."""
-
-    cuda_stream = 0
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __enter__(self) -> "_Stream":
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *_, **__: None
-
-
-def stand_in() -> None:
-    """Put the CPU in CUDA's place; before Megatron is imported."""
-
-    def gives(value: Any) -> Any:
-        return lambda *_, **__: value
-
-    cuda: Any = torch.cuda
-    for name in "set_device synchronize empty_cache manual_seed set_rng_state set_stream nvtx_range_push".split():
-        setattr(cuda, name, gives(None))
-    for name in "memory_allocated max_memory_allocated memory_reserved max_memory_reserved".split():
-        setattr(cuda, name, gives(0))
-    cuda.current_device, cuda.device_count, cuda.is_available = gives(CPU), gives(1), gives(True)
-    cuda.get_device_capability, cuda.get_device_name = gives((0, 0)), gives("CPU")
-    cuda.Stream, cuda.Event, cuda.stream = _Stream, _Stream, _Stream
-    cuda.current_stream = cuda.default_stream = gives(_Stream())
-    cuda.get_rng_state = torch.get_rng_state
-    tensor: Any = torch.Tensor
-    tensor.cuda, tensor.pin_memory = (lambda own, *_, **__: own), (lambda own, *_, **__: own)
-    module: Any = torch.nn.Module
-    module.cuda = lambda own, *_, **__: own
-    for name in "tensor empty zeros ones full arange".split():
-        setattr(torch, name, _on_the_cpu(getattr(torch, name)))
-    for name in ("transformer_engine", "apex"):
-        sys.modules[name] = None  # type: ignore[assignment]  # its import raises ImportError
-
-
-def _on_the_cpu(make: Any) -> Any:
-    def made(*args: Any, **kwargs: Any) -> Any:
-        if "cuda" in str(kwargs.get("device", "")):
-            kwargs["device"] = CPU
-        kwargs.pop("pin_memory", None)
-        return make(*args, **kwargs)
-
-    return made
-
-
-def stand_in_in_megatron() -> None:
-    """Put the CPU's random state and storage in the place of CUDA's, and the modules below in that of local ones."""
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer import multi_token_prediction
-
-    def shared(emptied: Tensor, source: Tensor) -> None:
-        storage, filled = emptied.untyped_storage(), source.untyped_storage()
-        storage.resize_(filled.nbytes())
-        storage.copy_(filled)
-
-    functions: Any = random
-    functions._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    functions._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    functions._get_share_storage = lambda: shared
-    if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
-        functions = multi_token_prediction
-        functions.is_inference_column_parallel_linear = lambda *_, **__: False
-    for name in ("get_gpt_decoder_block_spec", "get_gpt_mtp_block_spec"):
-        setattr(gpt_layer_specs, name, _with_stand_ins(getattr(gpt_layer_specs, name)))
-
-
-class GatheredRanks(torch.autograd.Function):
-    """The same tensor of all ranks of a group, behind each other; gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
-        """The tensors of all ranks."""
-        ctx.group, ctx.rows = group, own.size(0)
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, own.contiguous(), group=group)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Of this rank's tensor."""
-        whole = gradients[0].contiguous().clone()
-        dist.all_reduce(whole, group=ctx.group)
-        start = dist.get_rank(ctx.group) * ctx.rows
-        return whole[start : start + ctx.rows], None
-
-
-class Attention(torch.nn.Module):
-    """Causal attention within documents, with grouped queries and context parallelism, as Transformer Engine's."""
-
-    def __init__(
-        self, config: Any, *_: Any, softmax_scale: float | None = None, k_channels: int | None = None, **__: Any
-    ) -> None:
-        super().__init__()
-        self.scale = softmax_scale or (k_channels or config.kv_channels) ** -0.5
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **others: Any) -> Tensor:
-        """[S, B, heads * channels] or, packed, [T, heads * channels]."""
-        from megatron.core import parallel_state
-
-        packed = others.get("packed_seq_params")
-        if packed is not None:
-            query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
-        ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-        bounds = [0, query.size(0) * ranks]
-        if packed is not None:
-            held = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-            bounds = held.tolist()
-        own = positions_of(bounds, ranks, rank)
-        keys = torch.cat([positions_of(bounds, ranks, other) for other in range(ranks)])
-        if ranks > 1:
-            group, gathered = parallel_state.get_context_parallel_group(), cast("Any", GatheredRanks.apply)
-            key, value = gathered(key, group), gathered(value, group)
-        document = torch.bucketize(torch.arange(bounds[-1]), torch.tensor(bounds[1:]), right=True)
-        visible = (document[own][:, None] == document[keys]) & (keys <= own[:, None])
-        more = query.size(2) // key.size(2)
-        key, value = key.repeat_interleave(more, 2), value.repeat_interleave(more, 2)
-        scores = torch.einsum("sbnc,tbnc->bnst", query, key) * self.scale
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
-        attended = torch.einsum("bnst,tbnc->sbnc", weights, value).flatten(2)
-        return attended if packed is None else attended.squeeze(1)
-
-
-class Norm(torch.nn.Module):
-    """RMSNorm or LayerNorm, whose gradients Megatron sums under sequence parallelism."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__()
-        self.eps, self.shift = eps, float(config.layernorm_zero_centered_gamma)
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
-        self.bias = torch.nn.Parameter(torch.zeros(hidden_size)) if config.normalization == "LayerNorm" else None
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """The normalized values."""
-        weight = self.weight + self.shift
-        if self.bias is None:
-            return torch.nn.functional.rms_norm(hidden, weight.shape, weight, self.eps)
-        return torch.nn.functional.layer_norm(hidden, weight.shape, weight, self.bias, self.eps)
-
-
-def _with_stand_ins(make: Any) -> Any:
-    return lambda *args, **kwargs: with_stand_ins(make(*args, **kwargs))
-
-
-def with_stand_ins(spec: Any) -> Any:
-    """A spec of Megatron's with the attention and the norms above."""
-    import dataclasses
-
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    swaps = {DotProductAttention: Attention, WrappedTorchNorm: Norm}
-    if isinstance(spec, list):
-        return [with_stand_ins(one) for one in spec]
-    if isinstance(spec, ModuleSpec) or (dataclasses.is_dataclass(spec) and not isinstance(spec, type)):
-        values = {field.name: with_stand_ins(getattr(spec, field.name)) for field in dataclasses.fields(spec)}
-        return dataclasses.replace(spec, **values)
-    return swaps.get(spec, spec) if isinstance(spec, type) else spec
-
-
-def positions_of(bounds: list[int], ranks: int, rank: int) -> Tensor:
-    """The positions that a rank of context parallelism holds: of every document a chunk and its mirror image."""
-    if ranks == 1:
-        return torch.arange(bounds[-1])
-    chunks = [torch.arange(start, end).chunk(2 * ranks) for start, end in pairwise(bounds)]
-    return torch.cat([torch.cat([one[rank], one[2 * ranks - 1 - rank]]) for one in chunks])
 
 
 # --- a tiny model of Megatron's --------------------------------------------------------------------------------------
@@ -312,10 +123,8 @@ def hybrid_model_of(sizes: dict[str, Any], config: Any) -> Any:
         get_mtp_layer_spec_for_backend,
     )
 
-    from megatron_mtp.model.hybrid import stack_spec
-
-    spec, pattern = stack_spec(config), sizes["pattern"]
-    layer = with_stand_ins(get_mtp_layer_spec_for_backend(None, LocalSpecProvider()))
+    spec, pattern = stand_ins.hybrid_stack_of(config), sizes["pattern"]
+    layer = stand_ins.with_stand_ins(get_mtp_layer_spec_for_backend(None, LocalSpecProvider()))
     spec.submodules.mtp_block_spec = MultiTokenPredictionBlockSubmodules([layer])
     return HybridModel(
         config,
@@ -445,7 +254,7 @@ def step(
     def forward(iterator: Any, model: Any) -> Any:
         batch = next(iterator)
         held, true = batch["held"], batch["true"]
-        own = positions_of(held or [0, batch["tokens"].size(1)], ranks, rank)
+        own = stand_ins.positions_of(held or [0, batch["tokens"].size(1)], ranks, rank)
         tokens, mask, labels = batch["tokens"], batch["mask"], batch["labels"]
         others = {}
         if held is not None:
@@ -541,7 +350,7 @@ def run(job: dict[str, Any], case: dict[str, Any], folder: Path, file: str) -> N
     tied, found = job["model"]["tied"], dict[str, Any]()
     without = {name: value for name, value in case["config"].items() if name != "pipeline_model_parallel_layout"}
     control = case | {"config": without | {"mtp_num_layers": None}}
-    for kind, settings in (("step", case), ("control", control)):
+    for kind, settings in (("control", control), ("step", case)):
         model_parallel_cuda_manual_seed(1)
         config, attached = config_of(job, settings), None
         if job["attached"] and config.mtp_num_layers:
@@ -550,7 +359,7 @@ def run(job: dict[str, Any], case: dict[str, Any], folder: Path, file: str) -> N
             model = model_of(job, config)
         shards = Shards(config)
         fill(model, shards, tied)
-        (folder / f"built-{dist.get_rank()}").write_text("")
+        (folder / f"in-{dist.get_rank()}").write_text(kind)
         whole_model = Float16Module(config, model) if case["in_bf16"] else model
         ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), whole_model)
         config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, None
@@ -587,7 +396,7 @@ def rank_of(job: dict[str, Any], cases: list[int], rank: int, folder: Path, roun
         (folder / f"at-{rank}").write_text(str(number))
         stacks = (folder / f"stack-{rank}").open("w")
         faulthandler.dump_traceback_later(job["seconds"], file=stacks, exit=True)
-        (folder / f"built-{rank}").unlink(missing_ok=True)
+        (folder / f"in-{rank}").write_text("")
         run(job, job["cases"][number], folder, str(folder / f"case-{number}.pt"))
         dist.barrier()
         faulthandler.cancel_dump_traceback_later()
@@ -609,7 +418,7 @@ def forked(job: dict[str, Any], cases: list[int], folder: Path, round_: int) -> 
     ranks = job["cases"][cases[0]]["layout"]["ranks"]
     children = {}
     for rank in range(ranks):
-        for kind in ("at", "stack", "error", "built"):
+        for kind in ("at", "stack", "error", "in"):
             (folder / f"{kind}-{rank}").unlink(missing_ok=True)
         child = os.fork()
         if child == 0:
@@ -665,18 +474,17 @@ def main() -> None:
     """All cases of the job, layout by layout."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    stand_in()
+    stand_ins.stand_in()
     import megatron.core
     from megatron.core.models.gpt import gpt_layer_specs, gpt_model  # noqa: F401  # what every rank would import
     from megatron.core.transformer import multi_token_prediction
 
-    stand_in_in_megatron()
+    stand_ins.stand_in_in_megatron()
     job, folder = torch.load(sys.argv[1], weights_only=True), Path(sys.argv[2])
     if job["attached"]:
         import megatron_mtp.attach  # noqa: F401
-    stand_ins = {name: why for name, why in STAND_INS.items() if name != OF_HYBRIDS or "pattern" in job["model"]}
-    said = {"version": megatron.core.__version__, "file": multi_token_prediction.__file__, "stand_ins": stand_ins}
-    say({"megatron": said})
+    version, file = megatron.core.__version__, multi_token_prediction.__file__
+    say({"megatron": {"version": version, "file": file, "stand_ins": stand_ins.reasons("pattern" in job["model"])}})
     layouts: dict[str, list[int]] = {}
     for number, case in enumerate(job["cases"]):
         layouts.setdefault(case["layout"]["name"], []).append(number)
@@ -688,8 +496,8 @@ def main() -> None:
                 break
             case, why = stopped
             case = case if case in left else left[0]
-            built = any((folder / f"built-{rank}").exists() for rank in range(job["cases"][case]["layout"]["ranks"]))
-            say({"case": case, "failed": why, "built": built})
+            ranks = [folder / f"in-{rank}" for rank in range(job["cases"][case]["layout"]["ranks"])]
+            say({"case": case, "failed": why, "in": max(one.read_text() if one.exists() else "" for one in ranks)})
             left, round_ = left[left.index(case) + 1 :], round_ + 1
 
 

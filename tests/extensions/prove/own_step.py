@@ -10,17 +10,16 @@ from typing import Any
 
 import torch
 
-from megatron_mtp.extensions.prove import worker
+from megatron_mtp.extensions.prove import stand_ins, worker
 
 PAGE = Path(__file__).parents[3] / "docs/extensions/prove.md"
 
 
 def main(folder: str, flags: list[str]) -> None:
-    worker.stand_in()
-    worker.stand_in_in_megatron()
+    stand_ins.stand_in()
+    stand_ins.stand_in_in_megatron()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     from megatron_mtp.extensions.prove.cases import batch_of
     from megatron_mtp.extensions.prove.grads import described
@@ -37,15 +36,22 @@ def main(folder: str, flags: list[str]) -> None:
         batch.mask / batch.mask.sum()
     ).sum().backward()
     given = {"tokens": batch.tokens, "labels": batch.labels, "loss_mask": batch.mask}
-    scope: dict[str, Any] = {}
+    write_step(model, [given], tiny.depths, folder)
+
+
+def write_step(model: Any, batches: list[dict[str, Any]], depths: int, folder: str) -> None:
+    """By the page's function, with the losses that Megatron logs."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
     block = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
     assert block is not None
+    scope: dict[str, Any] = {}
     exec(block[1], scope)
     logged: dict[str, Any] = {}
     tracker: Any = MTPLossLoggingHelper
-    tracker.track_mtp_metrics(1.0, 0, None, None, logged)
-    losses = torch.stack([logged[f"mtp_{depth} loss"] for depth in range(1, tiny.depths + 1)])
-    scope["write_step"](model, [given], losses, folder)
+    tracker.track_mtp_metrics(1.0 / len(batches), 0, None, None, logged)
+    losses = torch.stack([logged[f"mtp_{depth} loss"] for depth in range(1, depths + 1)])
+    scope["write_step"](model, batches, losses, folder)
 
 
 if __name__ == "__main__":

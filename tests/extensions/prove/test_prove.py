@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
 
-from megatron_mtp.extensions.prove import grads, proving, script, worker
+from megatron_mtp.extensions.prove import grads, proving, script, stand_ins, worker
 from megatron_mtp.extensions.prove.cases import CP, DP, MICROBATCHES, ONE, Case, batch_of, cases_of
 from megatron_mtp.extensions.prove.command import main
 from megatron_mtp.extensions.prove.hypotheses import hypotheses
@@ -271,7 +271,7 @@ def test_ranks_hold_a_chunk_and_its_mirror_image() -> None:
     batch = Microbatch.of(batch_of("packed", 0), ranks=2)
     owner, _ = batch.owners()
     assert owner.tolist() == [0, 1, 1, 0, 0, 0, 1, 1, 1, 1, 0, 0] + [0] * 3 + [1] * 6 + [0] * 3
-    assert [worker.positions_of([0, 4, 12], 2, rank).tolist() for rank in (0, 1)] == [
+    assert [stand_ins.positions_of([0, 4, 12], 2, rank).tolist() for rank in (0, 1)] == [
         [0, 3, 4, 5, 10, 11],
         [1, 2, 6, 7, 8, 9],
     ]
@@ -595,10 +595,12 @@ def test_a_hanging_rank_is_named_with_its_line(tmp_path: Path) -> None:
 def test_a_refusal_of_megatron_is_no_fault_and_a_crash_is() -> None:
     case = Case(CP, "padded", False)
     failed = "rank 0: IndexError: list index out of range (multi_token_prediction.py:315)"
-    refused = judged({"case": 0, "failed": "rank 1: ValueError: not with experts (moe.py:6)", "built": True}, case)
-    unbuilt = judged({"case": 0, "failed": "rank 0: TypeError: no field", "built": False}, case)
-    crashed = judged({"case": 0, "failed": failed, "built": True}, case)
-    assert [one.status for one in (refused, unbuilt, crashed)] == [NOT_RUN, NOT_RUN, WRONG]
+    refused = judged({"case": 0, "failed": "rank 1: ValueError: not with experts (moe.py:6)", "in": "step"}, case)
+    unbuilt = judged({"case": 0, "failed": "rank 0: TypeError: no field", "in": ""}, case)
+    bare = judged({"case": 0, "failed": "rank 0: RuntimeError: in place (mlp.py:354)", "in": "control"}, case)
+    crashed = judged({"case": 0, "failed": failed, "in": "step"}, case)
+    assert [one.status for one in (refused, unbuilt, bare, crashed)] == [NOT_RUN, NOT_RUN, NOT_RUN, WRONG]
+    assert bare.words == "it fails without MTP layers too: rank 0: RuntimeError: in place (mlp.py:354)"
     assert refused.words == "Megatron refuses it: not with experts (moe.py:6)"
     assert crashed.cause is not None
     assert crashed.cause.known == (4495, 6205)

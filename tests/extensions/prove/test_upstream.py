@@ -1,4 +1,4 @@
-"""The corrections of upstream/: each one's test fails with the installed Megatron-Core, and passes with the patch."""
+"""The corrections of upstream/: each one's test fails with the installed Megatron, and passes with the patch."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ READY = sorted(path.stem for path in UPSTREAM.glob("*.patch"))
 
 
 def status(name: str, megatron: Path) -> int:
-    """The exit status of pytest on the correction's test, with this Megatron-Core."""
+    """The exit status of pytest on the correction's test, with this Megatron."""
     words = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": str(megatron), "OMP_NUM_THREADS": "1"}
     test = str(UPSTREAM / f"test_mtp_{name}.py")
@@ -28,7 +28,8 @@ def test_a_correction_makes_its_test_pass(name: str, tmp_path: Path) -> None:
     spec = find_spec("megatron.core")
     assert spec is not None
     assert spec.origin is not None
-    shutil.copytree(Path(spec.origin).parent, tmp_path / "megatron/core", ignore=shutil.ignore_patterns("__pycache__"))
+    megatron = Path(spec.origin).parents[1]
+    shutil.copytree(megatron, tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     assert status(name, tmp_path) == 1
     patch = (UPSTREAM / f"{name}.patch").read_text(encoding="utf-8")
     subprocess.run(["patch", "-p1", "-s"], input=patch, cwd=tmp_path, text=True, check=True)

@@ -31,7 +31,8 @@ from megatron.core.utils import (
 from megatron.training import get_args, get_timers
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.initialize import initialize_megatron, set_jit_fusion_options
-from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+from megatron.training.models import gpt
+from megatron.training.models.gpt import GPTModelConfig, default_layer_spec, mtp_block_spec
 from megatron.training.training import (
     get_megatron_ddp_config,
     get_megatron_optimizer_config,
@@ -42,7 +43,7 @@ from torch import Tensor
 
 from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.model.arguments import MTPGPTModelConfig
-from megatron_mtp.model.specs import with_portable_modules
+from megatron_mtp.model.specs import having, with_portable_modules
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
 from megatron_mtp.training.forward_step import ForwardStep, holds_mtp_depths
@@ -172,9 +173,16 @@ def megatron_gpt(batches: Batches, like: Side | None = None, hooks: Sequence[Cal
     """A GPT of Megatron's arguments with its own MTP; `hooks` see it before it is wrapped."""
     config = gpt_config_from_args(get_args(), model_config_cls=GPTModelConfig)
     config.pre_wrap_hooks += hooks
-    if config.transformer.transformer_impl == "local":
-        config.transformer_layer_spec = with_portable_modules(default_layer_spec(config, None), config.transformer)
-    return side_of(config, megatron_forward_step, batches, like)
+    if config.transformer.transformer_impl != "local":
+        return side_of(config, megatron_forward_step, batches, like)
+    config.transformer_layer_spec = with_portable_modules(default_layer_spec(config, None), config.transformer)
+    with having([gpt], mtp_block_spec=portable_mtp_block):  # the builder reads no spec of it
+        return side_of(config, megatron_forward_step, batches, like)
+
+
+def portable_mtp_block(config: Any, *others: Any, **named: Any) -> Any:
+    """The spec of Megatron's MTP block, with the layers of the portable trunk."""
+    return with_portable_modules(mtp_block_spec(config, *others, **named), config.transformer)
 
 
 def side_of(config: Any, forward_step: Callable[..., Any], batches: Batches, like: Side | None) -> Side:

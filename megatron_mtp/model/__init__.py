@@ -30,6 +30,7 @@ initialize.py        MTP layers that a checkpoint lacks: random, or a copy of th
                      random weights are drawn alike in every layout and tool
 rope.py              rotary modules at any positions
 attention.py         attention for machines without TE: causal mask, SP, CP, packed sequences, windows, sinks
+ring.py              attention to keys that go around the context-parallel ranks, for drafters of long sequences
 latent_attention.py  MLA without a norm of queries that are not compressed, and without TE
 shared_keys.py       passes of a repeated layer that attend to pass 1's keys, with a chain of their own or without
 norms.py             RMSNorm and LayerNorm for machines without TE

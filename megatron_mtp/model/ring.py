@@ -61,16 +61,24 @@ class Reach:
         last_S = self.last_S if after < 0 else self.last_S.minimum(position_S + after)
         return Reach(first_S, last_S, self.positions_RW, self.group)
 
-    def tiles(self, rank: int, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Queries and keys of a rank some of which see one another, and which do [Q, K]."""
+    def tiles(self, rank: int, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
+        """Queries and keys of a rank that may see one another, and which do [Q, K]; None if all do.
+
+        The host knows of a tile's bounds which of these it is, and a GPU waits for nothing.
+        """
         position_W = self.positions_RW[rank]
-        for queries in _slices(len(self.first_S)):
-            first_Q, last_Q = self.first_S[queries], self.last_S[queries]
-            for keys in _slices(len(position_W)):
-                position_K = position_W[keys]
-                seen_QK = (position_K >= first_Q.unsqueeze(1)) & (position_K <= last_Q.unsqueeze(1))
-                if seen_QK.any():
-                    yield queries, keys, to_device(seen_QK, device)
+        first_S, last_S, there_W = (to_device(each, device) for each in (self.first_S, self.last_S, position_W))
+        of_keys = [(keys, *_ends(position_W[keys])) for keys in _slices(len(position_W))]
+        for queries in _slices(len(first_S)):
+            (first, latest), (earliest, last) = _ends(self.first_S[queries]), _ends(self.last_S[queries])
+            for keys, low, high in of_keys:
+                if high < first or low > last:
+                    continue
+                seen_QK = None
+                if low < latest or high > earliest:
+                    seen_QK = there_W[keys] >= first_S[queries].unsqueeze(1)
+                    seen_QK &= there_W[keys] <= last_S[queries].unsqueeze(1)
+                yield queries, keys, seen_QK
 
 
 def reach_of(bounds: Tensor, ranks: Tensor, position_S: Tensor, group: ProcessGroup, is_causal: bool = True) -> Reach:
@@ -151,9 +159,9 @@ class _Ring(torch.autograd.Function):
         return (_by_positions(of_query).to(query.dtype), of_pair[0].to(key.dtype), of_pair[1].to(key.dtype), None, None)
 
 
-def _scores(query: Tensor, key: Tensor, seen_QK: Tensor, scale: float) -> Tensor:
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return ((query @ key.mT).to(wide) * scale).masked_fill_(~seen_QK, -torch.inf)
+def _scores(query: Tensor, key: Tensor, seen_QK: Tensor | None, scale: float) -> Tensor:
+    scores = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32)).mul_(scale)
+    return scores if seen_QK is None else scores.masked_fill_(~seen_QK, -torch.inf)
 
 
 def _by_groups(values_SBNC: Tensor, groups: int) -> Tensor:
@@ -194,6 +202,11 @@ def _handed_on(values: list[Tensor], group: ProcessGroup) -> Callable[[], list[T
         return got
 
     return arrived
+
+
+def _ends(values: Tensor) -> tuple[int, int]:
+    low, high = values.aminmax()
+    return int(low), int(high)
 
 
 def _slices(count: int) -> Iterator[slice]:

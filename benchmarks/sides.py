@@ -8,6 +8,7 @@ the forward step (that of Megatron's `pretrain_gpt.py` against `ForwardStep`).
 import atexit
 import itertools
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -31,7 +32,8 @@ from megatron.core.utils import (
 from megatron.training import get_args, get_timers
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.initialize import initialize_megatron, set_jit_fusion_options
-from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+from megatron.training.models import gpt
+from megatron.training.models.gpt import GPTModelConfig, default_layer_spec, mtp_block_spec
 from megatron.training.training import (
     get_megatron_ddp_config,
     get_megatron_optimizer_config,
@@ -41,10 +43,10 @@ from megatron.training.training import (
 from torch import Tensor
 
 from megatron_mtp.megatron.runtime import prepare
-from megatron_mtp.model.arguments import MTPGPTModelConfig
-from megatron_mtp.model.specs import with_portable_modules
+from megatron_mtp.model.arguments import MTPGPTModelConfig, config_of
+from megatron_mtp.model.specs import having, with_portable_modules
 from megatron_mtp.spec.config import MTPConfig
-from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
+from megatron_mtp.training.arguments import mtp_config_from_args, parse_checked_args, set_machine_flags
 from megatron_mtp.training.forward_step import ForwardStep, holds_mtp_depths
 from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.run import join_single_process
@@ -107,11 +109,12 @@ class Side:
         return losses["lm loss"].item(), float(gradient_norm)
 
 
-def set_up_megatron(sizes: Sizes, depths: int, *more: str) -> None:
+def set_up_megatron(sizes: Sizes, depths: int | None, *more: str) -> None:
     """Megatron's global arguments and process groups, as a run of `pretrain_gpt.py` with `more` flags has them."""
     join_single_process()
     atexit.register(leave_groups)
-    sys.argv = [sys.argv[0], *launch_line(sizes), "--mtp-num-layers", str(depths), *more]
+    of_mtp = [] if depths is None else ["--mtp-num-layers", str(depths)]
+    sys.argv = [sys.argv[0], *launch_line(sizes), *of_mtp, *more]
     set_machine_flags(sys.argv, ON_CPU)
     parse_checked_args()
     initialize_megatron()
@@ -168,13 +171,27 @@ def our_gpt(batches: Batches, like: Side | None = None) -> Side:
     return side_of(config, ForwardStep(MTPConfig(), Metrics(None)), batches, like)
 
 
+def our_drafter(batches: Batches, like: Side) -> Side:
+    """A frozen GPT of Megatron's arguments with the drafter that they name."""
+    config = config_of(get_args())
+    config.mtp, config.true_vocab_size = mtp_config_from_args(get_args()), None  # as Megatron's side, which knows none
+    return side_of(config, ForwardStep(config.mtp, Metrics(None)), batches, like)
+
+
 def megatron_gpt(batches: Batches, like: Side | None = None, hooks: Sequence[Callable[[Any], Any]] = ()) -> Side:
     """A GPT of Megatron's arguments with its own MTP; `hooks` see it before it is wrapped."""
     config = gpt_config_from_args(get_args(), model_config_cls=GPTModelConfig)
     config.pre_wrap_hooks += hooks
-    if config.transformer.transformer_impl == "local":
-        config.transformer_layer_spec = with_portable_modules(default_layer_spec(config, None), config.transformer)
-    return side_of(config, megatron_forward_step, batches, like)
+    if config.transformer.transformer_impl != "local":
+        return side_of(config, megatron_forward_step, batches, like)
+    config.transformer_layer_spec = with_portable_modules(default_layer_spec(config, None), config.transformer)
+    with having([gpt], mtp_block_spec=portable_mtp_block):  # the builder reads no spec of it
+        return side_of(config, megatron_forward_step, batches, like)
+
+
+def portable_mtp_block(config: Any, *others: Any, **named: Any) -> Any:
+    """The spec of Megatron's MTP block, with the layers of the portable trunk."""
+    return with_portable_modules(mtp_block_spec(config, *others, **named), config.transformer)
 
 
 def side_of(config: Any, forward_step: Callable[..., Any], batches: Batches, like: Side | None) -> Side:
@@ -199,16 +216,20 @@ def side_of(config: Any, forward_step: Callable[..., Any], batches: Batches, lik
 
 @torch.no_grad()
 def copy_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:
-    """Megatron's `mtp_model_layer` is our `tf_layer`; every other name is the same."""
+    """Megatron's `mtp_model_layer` is our `tf_layer`, and an attached drafter our `mtp`; every other name is the same.
+
+    A drafter that only the target has stays as it is.
+    """
     weights = {_our_name(name): weight for name, weight in source.named_parameters()}
     for name, weight in target.named_parameters():
-        weight.copy_(weights.pop(_our_name(name)))
+        if _our_name(name) in weights or "drafter_" not in name:
+            weight.copy_(weights.pop(_our_name(name)))
     if weights:
-        raise RuntimeError(f"the two models differ; only Megatron's has {sorted(weights)}.")
+        raise RuntimeError(f"the two models differ; only one has {sorted(weights)}.")
 
 
 def _our_name(name: str) -> str:
-    return name.replace(".mtp_model_layer.", ".tf_layer.")
+    return re.sub(r"\bdrafter_\w+\.", "mtp.", name.replace(".mtp_model_layer.", ".tf_layer."))
 
 
 def make_batches() -> Batches:

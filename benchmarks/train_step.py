@@ -3,6 +3,7 @@
     python benchmarks/train_step.py                              a GPT, D = 1, 2 and 4
     python benchmarks/train_step.py --model attached             Megatron's GPT, whose MTP block `attach` runs
     python benchmarks/train_step.py --model hybrid               a trunk of Mamba-2, attention and MLP
+    python benchmarks/train_step.py --model dspark               a policy with and without a DSpark head
     python benchmarks/train_step.py --depths 2 --repeats 40      one number of depths, more rounds
     python benchmarks/train_step.py --quick                      does it run? (the figures mean nothing)
 
@@ -13,16 +14,22 @@ Megatron runs the MTP block and adds its loss, or `attach` does, with the same w
 is counted for neither. Without Transformer Engine and the libraries of Mamba's kernels both have the same portable
 layers. Sides take turns step by step, so that a load from outside meets both.
 
+With `dspark` a policy learns with an attached DSpark head (`attach(.., weight=1)`) or without, and `train --drafter
+dspark` learns the same head behind the same trunk, frozen. A step with the head may take as long as both of the others,
+and the norm of its first gradient has to be theirs together.
+
 The first step has to give the same loss and the same norm of the gradient on both sides, or there is no comparison and
 the benchmark ends with an error.
 """
 
+import math
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
@@ -42,13 +49,17 @@ from benchmarks.harness import Found, Goal, Table, allocated_peak, count, interl
 from benchmarks.sides import (
     ON_CPU,
     OURS,
+    SAME_IN_BFLOAT16,
+    SAME_IN_FLOAT32,
     THEIRS,
     Batches,
     Side,
     Sizes,
     both,
+    make_batches,
     megatron_forward_step,
     megatron_gpt,
+    our_drafter,
     our_gpt,
     set_up_megatron,
     side_of,
@@ -58,6 +69,7 @@ from megatron_mtp.model.arguments import MTPHybridModelConfig
 from megatron_mtp.model.hybrid import stack_spec
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.training import arguments
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.metrics import Metrics
 
@@ -129,14 +141,28 @@ MODELS = {
     "attached": Model(GPT, attached_gpt, megatron_gpt, 1.0),
     "hybrid": Model(HYBRID, our_hybrid, megatron_hybrid, 1.0),
 }
+DSPARK = "dspark"
+KIND: dict[str, Any] = {
+    "drafter_steps": 4,
+    "drafter_layers": (1, 3),
+    "drafter_num_layers": 2,
+    "drafter_markov_rank": 32,
+}
+ATTACHED = MTPConfig(drafter=DSPARK, drafter_blocks=512, drafter_mask_token=0, **KIND)
+DRAFTER = (
+    "--drafter dspark --drafter-steps 4 --drafter-layers 1 3 --drafter-num-layers 2 --drafter-markov-rank 32 "
+    "--drafter-blocks 512 --drafter-mask-token 0"
+)
 FLAGS: dict[str, dict[str, Any]] = {
-    "--model": {"choices": MODELS, "default": "gpt", "help": "default: gpt"},
+    "--model": {"choices": [*MODELS, DSPARK], "default": "gpt", "help": "default: gpt"},
     "--depths": {"type": count, "nargs": "+", "default": [1, 2, 4], "metavar": "D", "help": "default: 1 2 4"},
 }
 
 
 def train_step(wanted: Namespace) -> Found:
-    """Every number of depths in --depths."""
+    """Every number of depths in --depths, or the policy with a head."""
+    if wanted.model == DSPARK:
+        return beside_policy(wanted)
     model = MODELS[wanted.model]
     sizes, most = model.sizes[wanted.place], max(wanted.depths)
     hybrid = ["--hybrid-layer-pattern", pattern(most), *MAMBA.split()] if wanted.model == "hybrid" else []
@@ -152,6 +178,40 @@ def train_step(wanted: Namespace) -> Found:
         {"sizes": asdict(sizes), "repeats": wanted.repeats, "loss and gradient norm of the first step": first},
         [Goal(f"{wanted.model}, ours / Megatron's own MTP, {row[0]}", row[3], model.goal) for row in rows],
         [Table("A training step", header, rows)],
+    )
+
+
+def beside_policy(wanted: Namespace) -> Found:
+    """A policy alone, with a DSpark head, and the head behind the frozen policy."""
+    sizes = replace(GPT[wanted.place], num_layers=4)
+    with mock.patch.object(arguments, "check_trunk"):  # the trunk comes from the other side
+        set_up_megatron(sizes, None, *DRAFTER.split())
+    batches, alone, head = make_batches(), "policy alone", "train --drafter"
+    steps, get_args().mtp_num_layers = get_args().mtp_num_layers, None  # the policy has none
+    policy = megatron_gpt(batches)
+    beside = megatron_gpt(
+        batches, policy, hooks=[lambda chunks: attach(chunks, settings=ATTACHED, weight=1.0) and chunks]
+    )
+    get_args().mtp_num_layers = steps
+    sides = {OURS: beside, alone: policy, head: our_drafter(batches, beside)}
+    first = {name: side.step() for name, side in sides.items()}
+    tolerance, apart = (
+        SAME_IN_BFLOAT16 if get_args().bf16 else SAME_IN_FLOAT32,
+        [first[name][1] for name in (alone, head)],
+    )
+    if not math.isclose(first[OURS][1], math.hypot(*apart), rel_tol=tolerance):
+        raise RuntimeError(f"the gradients of policy and head are not those of each alone, by loss and norm: {first}.")
+    timed = interleave(
+        {name: side.step for name, side in sides.items()}, wanted.repeats, synchronize=torch.cuda.synchronize
+    )
+    medians, peaks = timed.medians(), {name: allocated_peak(side.step, ON_CPU) for name, side in sides.items()}
+    ratios = {name: timed.compare(OURS, name) for name in (alone, head)}
+    rows = [(name, medians[name], ratios[name].paired_ratio if name in ratios else 1, peaks[name]) for name in sides]
+    both_alone = round(medians[OURS] / (medians[alone] + medians[head]), 3)
+    return Found(
+        {"sizes": asdict(sizes), "repeats": wanted.repeats, "loss and gradient norm of the first step": first},
+        [Goal("a step with DSpark / a step of the policy and one of train --drafter", both_alone, 1.0)],
+        [Table("A training step", ["side", "s", "ratio by round to it", "MiB"], rows)],
     )
 
 

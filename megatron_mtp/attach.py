@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_mtp.data.batch import DepthBatch, to_device
 from megatron_mtp.losses import check_loss
-from megatron_mtp.losses.mtp_loss import Batch, MTPLoss, loss_of_stage, own_positions, positions_of_group
+from megatron_mtp.losses.mtp_loss import HALFWAY, Batch, MTPLoss, loss_of_stage, own_positions, positions_of_group
 from megatron_mtp.model.attachment import Attachment, DraftHead
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary, tokens_of_file
 from megatron_mtp.model.stage_output import Drafted
@@ -263,6 +263,8 @@ class Attached(Attachment):
 
     Attributes:
         given: what the heads are and learn.
+        progress: the share of the run that is over, which the loop sets before its forwards, as `step / steps`. Domino
+            weighs the two parts of its loss by it.
         last: what `weight=` added to the last forward with gradients, without a graph; None before.
     """
 
@@ -284,6 +286,7 @@ class Attached(Attachment):
         ]
         super().__init__(model, made, true_vocab_size=true_vocab_size)
         self.given, self.weight, self.mask_at, self._chunks = list(heads), weight, mask_at, chunks
+        self.progress = HALFWAY
         self._placeholders = torch.tensor([*placeholders], dtype=torch.long)
         layers = {number for head in self.heads if head.drafter is not None for number in head.drafter.layers}
         self._read = ReadStates(model, tuple(sorted(layers)))
@@ -431,7 +434,7 @@ class Attached(Attachment):
         self._states, self._losses = forward.read, self._losses + torch.is_grad_enabled()
         step = self._losses if torch.is_grad_enabled() else 0
         made = {
-            given.called: loss_of_stage(self, head, forward.states_SBH, batch, given.settings, step)
+            given.called: loss_of_stage(self, head, forward.states_SBH, batch, given.settings, step, self.progress)
             for given, head in zip(self.given, self.heads, strict=True)
         }
         mtp = _mtp_of(self.given)

@@ -34,12 +34,15 @@ from megatron_mtp.data.batch import (
     to_device,
 )
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.losses.objective import HeadObjective, depth_weights, with_draws
+from megatron_mtp.losses.objective import HeadObjective, base_share, depth_weights, with_draws
 from megatron_mtp.model.attachment import Attachment, DraftHead, attached_of
 from megatron_mtp.model.packed_rows import bounds_of
 from megatron_mtp.model.stage_output import Drafted, StageOutput
 from megatron_mtp.model.trunk_output import is_detached
 from megatron_mtp.spec.config import MTPConfig
+
+HALFWAY = 0.5
+"""The share of a run that is over where its loop says nothing of its length."""
 
 
 @dataclass(frozen=True)
@@ -186,12 +189,19 @@ class Batch:
 
 
 def loss_of_stage(
-    stage: Attachment, head: DraftHead, hidden_SBH: Tensor, batch: Batch, settings: MTPConfig, step: int = 0
+    stage: Attachment,
+    head: DraftHead,
+    hidden_SBH: Tensor,
+    batch: Batch,
+    settings: MTPConfig,
+    step: int = 0,
+    progress: float = HALFWAY,
 ) -> MTPLoss:
     """Compute `mtp_loss` of one head. Documents only end the shifts, unless the batch is packed.
 
     Args:
         step: number that is the same on all ranks; seeds the draws of drafter blocks and of mixed hidden states.
+        progress: fraction of the run that is over (`base_share`).
     """
     tokens_BS, labels_BS, loss_mask_BS = batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS
     document_BS, packed, normalizer = batch.document_BS, batch.packed, batch.normalizer
@@ -217,16 +227,17 @@ def loss_of_stage(
     is_apart = is_detached(stage.config) or settings.mtp_train_only or not hidden_SBH.requires_grad
     with _fork_rng():  # dropout in MTP layers does not change the trunk's in its next forward
         drafted = stage.drafted(head, hidden_SBH, depths, packed, tokens_BS.size(1), is_apart)
-    return _loss(stage, settings, hidden_SBH, drafted, is_normalized=normalizer is not None)
+    return _loss(stage, settings, hidden_SBH, drafted, normalizer is not None, progress)
 
 
-def _loss(stage: Attachment, settings: MTPConfig, hidden_SBH: Tensor, drafted: Drafted, is_normalized: bool) -> MTPLoss:
+def _loss(
+    stage: Attachment, settings: MTPConfig, hidden_SBH: Tensor, drafted: Drafted, is_normalized: bool, progress: float
+) -> MTPLoss:
     """Return the loss of the MTP layers; the mask is already divided by the normalizer, if there is one."""
     loss, group = depth_loss(settings), stage.pg_collection.cp
     weights = depth_weights(settings, len(drafted.batch.labels_DBS), 1.0, loss)
-    share = settings.kind.base_share if settings.kind is not None else None
-    halfway = 0.0 if share is None else share(0.5)  # a user's own loop does not give its length
-    objective = HeadObjective(weights, group, loss, per_token=is_normalized, base_share=halfway)
+    share = base_share(settings, progress)
+    objective = HeadObjective(weights, group, loss, per_token=is_normalized, base_share=share)
     made = objective(hidden_SBH, drafted)
     total, sums = made.loss, made.depths
     shown_2D = torch.stack([torch.stack([each.total, each.tokens]) for each in sums], dim=1).detach()

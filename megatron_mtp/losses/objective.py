@@ -316,6 +316,13 @@ def depth_weights(
     return [factor / terms * weight for weight in weights]
 
 
+def base_share(settings: MTPConfig, progress: float) -> float:
+    """What logits without a drafter's bias have of its loss, once a share of the run is over; nothing in evaluation."""
+    if settings.kind is None or settings.kind.base_share is None or not torch.is_grad_enabled():
+        return 0.0
+    return settings.kind.base_share(progress)
+
+
 def with_draws(batch: DepthBatch, settings: MTPConfig, seed: tuple[int, int], positions: int) -> DepthBatch:
     """Return a rank's part of a batch together with the random draws of this step.
 

@@ -8,7 +8,7 @@ query heads per key head, C channels of a head, P passes of a chain.
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -32,6 +32,13 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from megatron_mtp.data.batch import positions_of_ranks, to_device
 from megatron_mtp.model.packed_rows import bounds_of
 
+if TYPE_CHECKING:
+    from megatron_mtp.model.ring import Part
+
+RING_FROM = 2**15
+"""Positions of whole sequences from which keys go around the context-parallel ranks. Shorter ones are gathered: that
+needs little memory, and one product is quicker than many."""
+
 
 def causal_mask(positions: Tensor, keys: int) -> Tensor:
     """Return a mask [..., S, keys] that is True where attention is not allowed: at keys after the query's position.
@@ -46,7 +53,8 @@ class PortableAttention(torch.nn.Module):
     """Attention based on `scaled_dot_product_attention`: grouped queries, packed sequences, context parallelism, MLA.
 
     Takes the arguments of Megatron's core attention; those that only its kernels use (`cp_comm_type`, `v_channels`) are
-    ignored. Under context parallelism, keys and values are gathered from all ranks in the order of the whole sequence.
+    ignored. Under context parallelism, keys and values are gathered from all ranks in the order of the whole sequence;
+    those of long sequences go around the ranks instead (ring.py).
 
     Attributes:
         chain: additional keys and values for the next call: a query also attends to those at its own position
@@ -105,11 +113,46 @@ class PortableAttention(torch.nn.Module):
         if attention_bias is not None:
             raise ValueError("attention without Transformer Engine takes no bias; leave attention_bias out.")
         if packed_seq_params is None:
-            return self._documents(query, key, value, [0, self.cp_group.size() * key.size(0)], attention_mask)
+            whole = [0, self.cp_group.size() * key.size(0)]
+            if attention_mask is None and self.rings(whole[-1]):
+                return self._ringed(query, key, value, whole)
+            return self._documents(query, key, value, whole, attention_mask)
         query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         self.chain = [(key.unsqueeze(1), value.unsqueeze(1)) for key, value in self.chain]
         bounds: list[int] = bounds_of(packed_seq_params).tolist()
+        if self.rings(bounds[-1]):
+            return self._ringed(query, key, value, bounds).squeeze(1)
         return self._documents(query, key, value, bounds, None).squeeze(1)
+
+    def rings(self, positions: int) -> bool:
+        """Return whether keys of so many positions go around the context-parallel ranks, and none gathers them."""
+        drops = self.dropout and self.training
+        return self.cp_group.size() > 1 and positions >= RING_FROM and not drops
+
+    def _ringed(self, query_SBNC: Tensor, key_SBGC: Tensor, value_SBGC: Tensor, bounds: list[int]) -> Tensor:
+        """`_documents` without gathered keys."""
+        from megatron_mtp.model.ring import joined, reach_of, ring_attention  # drafting needs none of it
+
+        bounds_T, passes, chain = torch.tensor(bounds), len(self.chain), self.chain
+        ranks_RW = positions_of_ranks(bounds_T, self.cp_group.size())
+        own_S = ranks_RW[self.cp_group.rank()]
+        reach = reach_of(bounds_T, ranks_RW, own_S, self.cp_group, self.causal).within(own_S + passes, self.window)
+        parts = [ring_attention(query_SBNC, key_SBGC, value_SBGC, reach, self.scale)]
+        for keys_SBGC, values_SBGC in chain[self._first_of_chain(passes) :]:
+            shared = query_SBNC.size(2) // keys_SBGC.size(2)
+            parts.append((values_SBGC.repeat_interleave(shared, 2), self.scale * _scores(query_SBNC, keys_SBGC)))
+        return joined(parts + self.sinks(parts[0])).flatten(2)
+
+    def sinks(self, part: "Part") -> "list[Part]":
+        """The part of the heads' sinks beside another one; none without sinks."""
+        if self.softmax_offset is None:
+            return []
+        out_SBNC, log_SBN = part
+        return [(torch.zeros_like(out_SBNC), self.softmax_offset.to(log_SBN.dtype).expand_as(log_SBN))]
+
+    def _first_of_chain(self, passes: int) -> int:
+        """The first pass of the chain that is in the window of the query behind it."""
+        return passes - self.window[0] - 1 if self.window is not None and 0 <= self.window[0] < passes else 0
 
     def _documents(
         self, query_SBNC: Tensor, key_SBGC: Tensor, value_SBGC: Tensor, bounds: list[int], mask: Tensor | None
@@ -150,8 +193,7 @@ class PortableAttention(torch.nn.Module):
             position_S = torch.arange(keys - queries, keys, device=query.device)
         passes = len(chain)
         visible = None if plain else self._visible(position_S, keys, mask, passes)
-        if self.window is not None and 0 <= self.window[0] < passes:
-            chain = chain[passes - self.window[0] - 1 :]
+        chain = chain[self._first_of_chain(passes) :]
         if chain:
             scores_SBNP = torch.stack([_scores(query_SBNC, keys_SBGC) for keys_SBGC, _ in chain], dim=-1)
             query, key, value = with_chain(query, key, value, scores_SBNP.permute(1, 2, 0, 3))

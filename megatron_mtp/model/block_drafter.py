@@ -39,14 +39,15 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
-from megatron_mtp.data.batch import DepthBatch, to_device
+from megatron_mtp.data.batch import DepthBatch, positions_of_ranks, to_device
 from megatron_mtp.megatron.layer_config import layer_config
 from megatron_mtp.model.attention import PortableAttention, SinkAttention, with_sink
 from megatron_mtp.model.drafter import DrafterBlock, DrafterLayer, layer_spec
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules
 from megatron_mtp.model.norms import PortableNorm
-from megatron_mtp.model.packed_rows import offsets_of
+from megatron_mtp.model.packed_rows import bounds_of, offsets_of
+from megatron_mtp.model.ring import Reach, joined, reach_of, ring_attention
 from megatron_mtp.model.trunk_output import AttentionInputs, TrunkOutput
 from megatron_mtp.spec.head import HeadSpec
 
@@ -59,14 +60,14 @@ class Context:
     """Keys and values that the blocks of a layer attend to before their own rows.
 
     Attributes:
-        key_SBGC, value_SBGC: of every position.
-        visible_B1AS: of each block; B may be 1.
+        key_SBGC, value_SBGC: of every position, or of this rank's.
+        visible: which keys a block sees: [B or 1, 1, A, S], or runs of positions of keys that go around the ranks.
         first_A: positions of the blocks' first rows.
     """
 
     key_SBGC: Tensor
     value_SBGC: Tensor
-    visible_B1AS: Tensor
+    visible: Tensor | Reach
     first_A: Tensor
 
 
@@ -85,12 +86,14 @@ class BlockAttention(PortableAttention):
         """[A K, B, N * C] of rows [A K, B, N or G, C], block by block."""
         context, self.context = self.context, None
         assert context is not None, "blocks without a context"
-        blocks, rows = context.visible_B1AS.size(2), query.size(0) // context.visible_B1AS.size(2)
+        blocks, rows = len(context.first_A), len(query) // len(context.first_A)
+        if isinstance(context.visible, Reach):
+            return self._with_ring(query, key, value, context, context.visible)
         attended = []
         for first in range(0, blocks, BLOCKS_AT_ONCE):
             these = slice(first, first + BLOCKS_AT_ONCE)
             of_these = slice(first * rows, (first + BLOCKS_AT_ONCE) * rows)
-            visible_B1RS = context.visible_B1AS[:, :, these].repeat_interleave(rows, 2)
+            visible_B1RS = context.visible[:, :, these].repeat_interleave(rows, 2)
             block_R = torch.arange(visible_B1RS.size(2), device=query.device) // rows
             own_RR = block_R.unsqueeze(1) == block_R
             visible = torch.cat([visible_B1RS, own_RR.expand(len(visible_B1RS), 1, -1, -1)], dim=-1)
@@ -108,17 +111,39 @@ class BlockAttention(PortableAttention):
             attended.append(made_BNRC[..., : value.size(-1)].permute(2, 0, 1, 3).flatten(2))
         return torch.cat(attended)
 
+    def _with_ring(self, query: Tensor, key: Tensor, value: Tensor, context: Context, reach: Reach) -> Tensor:
+        """`forward` with the context's keys on the ranks that made them."""
+        blocks = len(context.first_A)
+        query_AKBNC, key_AKBGC, value_AKBGC = (each.unflatten(0, (blocks, -1)) for each in (query, key, value))
+        place_K = torch.arange(query_AKBNC.size(1))
+        reach = reach.of_rows(reach.last_S.unsqueeze(1) + 1 + place_K, self.window)
+        part = ring_attention(query, context.key_SBGC, context.value_SBGC, reach, self.scale)
+        shared = query.size(2) // key.size(2)
+        key_AKBNC, value_AKBNC = (each.repeat_interleave(shared, 3) for each in (key_AKBGC, value_AKBGC))
+        scores_ABNKK = torch.einsum("akbnc,albnc->abnkl", query_AKBNC, key_AKBNC).to(part[1].dtype) * self.scale
+        if self.window is not None:
+            sees_KK = within(place_K - place_K.unsqueeze(1), self.window)
+            scores_ABNKK = scores_ABNKK.masked_fill(~to_device(sees_KK, query.device), -torch.inf)
+        weights_ABNKK = scores_ABNKK.softmax(-1).to(value.dtype)
+        own = torch.einsum("abnkl,albnc->akbnc", weights_ABNKK, value_AKBNC).flatten(0, 1)
+        log = scores_ABNKK.logsumexp(-1).permute(0, 3, 1, 2).flatten(0, 1)
+        return joined([part, (own, log), *self.sinks(part)]).flatten(2)
+
     def _inside(self, context: Context, first_A: Tensor, rows: int) -> Tensor:
         """Whether a key is in the window of a row, [R, S + R]."""
         assert self.window is not None
         position_R = (first_A.unsqueeze(1) + torch.arange(rows, device=first_A.device)).flatten()
         position_S = torch.arange(len(context.key_SBGC), device=first_A.device)
-        ahead = torch.cat([position_S, position_R]) - position_R.unsqueeze(1)
-        before, after = self.window
-        inside = torch.ones_like(ahead, dtype=torch.bool)
-        if before >= 0:
-            inside = inside & (ahead >= -before)
-        return inside if after < 0 else inside & (ahead <= after)
+        return within(torch.cat([position_S, position_R]) - position_R.unsqueeze(1), self.window)
+
+
+def within(ahead: Tensor, window: tuple[int, int]) -> Tensor:
+    """Whether keys so many positions ahead of queries are in their windows; -1 is without limit."""
+    before, after = window
+    inside = torch.ones_like(ahead, dtype=torch.bool)
+    if before >= 0:
+        inside = inside & (ahead >= -before)
+    return inside if after < 0 else inside & (ahead <= after)
 
 
 class BlockSinkAttention(BlockAttention, SinkAttention):
@@ -288,10 +313,15 @@ class BlockDrafter(DrafterBlock):
         states_SBX = self.read_states(trunk)
         positions_S, place_A = self.places(batch, states_SBX.device)
         before_DBA, position_A = batch.tokens_DBS[..., place_A], positions_S[place_A]
-        feature_SBH = self.layer.feature(self.whole_states(states_SBX, positions_S))
-        turned, _ = self.angles(len(feature_SBH) + self.rows + 1, packed_seq=True)  # of whole sequences
-        visible_B1AS = visible_before(trunk.attention, place_A, position_A, len(feature_SBH))
-        self._give_context(feature_SBH, turned, visible_B1AS, position_A + 1)
+        whole = self.cp_group.size() * len(positions_S)
+        turned, _ = self.angles(whole + self.rows + 1, packed_seq=True)
+        rings = self.rings(trunk.attention, whole)
+        feature_SBH = self.layer.feature(self.known_states(states_SBX, positions_S, rings))
+        if rings:
+            visible, turned_S = self.reach(trunk.attention, batch.positions_S, position_A), turned[positions_S]
+        else:
+            visible, turned_S = visible_before(trunk.attention, place_A, position_A, whole), turned[:whole]
+        self._give_context(feature_SBH, turned_S, visible, position_A + 1)
         row_AR = position_A.unsqueeze(1) + torch.arange(1, self.rows + 1, device=position_A.device)
         rotary = AttentionInputs(rotary_pos_emb=turned[row_AR.flatten()])
         masks = self.rows - 1
@@ -315,11 +345,28 @@ class BlockDrafter(DrafterBlock):
         blocks_A = torch.arange(batch.positions_S.numel()) if batch.blocks_A is None else batch.blocks_A
         return to_device(batch.positions_S, device), to_device(blocks_A, device)
 
-    def whole_states(self, states_SBX: Tensor, positions_S: Tensor) -> Tensor:
-        """States of all positions in their order, on every rank; they are frozen, and no gradient is sent back."""
+    def rings(self, attention: AttentionInputs, positions: int) -> bool:
+        """Return whether a layer's keys of so many positions go around the context-parallel ranks."""
+        return attention.attention_mask is None and self.layer.layers[0].self_attention.core_attention.rings(positions)
+
+    def reach(self, attention: AttentionInputs, positions_S: Tensor, position_A: Tensor) -> Reach:
+        """What blocks behind positions see: their documents up to there.
+
+        Args:
+            positions_S: all of this rank.
+        """
+        packed, ranks = attention.packed_seq_params, self.cp_group.size()
+        bounds = torch.tensor([0, ranks * len(positions_S)]) if packed is None else bounds_of(packed).long()
+        return reach_of(bounds, positions_of_ranks(bounds, ranks), position_A.cpu(), self.cp_group)
+
+    def known_states(self, states_SBX: Tensor, positions_S: Tensor, rings: bool) -> Tensor:
+        """States of all positions in their order, on every rank; where keys go around, of this rank's positions.
+
+        They are frozen, and no gradient is sent back.
+        """
         if self.takes_slices:
             states_SBX = gather_from_sequence_parallel_region(states_SBX, group=self.tp_group)
-        return self.in_order(states_SBX, positions_S)
+        return states_SBX if rings else self.in_order(states_SBX, positions_S)
 
     def in_order(self, values_S: Tensor, positions_S: Tensor) -> Tensor:
         """Values [S, ...] of the positions of all context-parallel ranks, in their order."""
@@ -328,19 +375,19 @@ class BlockDrafter(DrafterBlock):
         values_S = gather_from_sequence_parallel_region(values_S, group=self.cp_group)
         return values_S[gather_from_sequence_parallel_region(positions_S, group=self.cp_group).argsort()]
 
-    def _give_context(self, feature_SBH: Tensor, turned: Tensor, visible_B1AS: Tensor, first_A: Tensor) -> None:
+    def _give_context(self, feature_SBH: Tensor, turned_S: Tensor, visible: Tensor | Reach, first_A: Tensor) -> None:
         feature_SBH = copy_to_tensor_model_parallel_region(feature_SBH, group=self.tp_group)
         for layer in self.layer.layers:
             own = layer.self_attention
             key_SBGC, value_SBGC = context_keys(own, feature_SBH)
             key_SBGC = apply_rotary_pos_emb(
                 key_SBGC,
-                turned[: len(feature_SBH)],
+                turned_S,
                 config=self.config,
                 mscale=own._yarn_concentration_factor,
                 cp_group=self.cp_group,
             )
-            own.core_attention.context = Context(key_SBGC, value_SBGC, visible_B1AS, first_A)
+            own.core_attention.context = Context(key_SBGC, value_SBGC, visible, first_A)
 
     def embedded(self, tokens_BS: Tensor, embedding: Callable[..., Tensor]) -> Tensor:
         """Embeddings [S, B, H] of tokens, whole on every tensor-parallel rank."""

@@ -6,6 +6,11 @@ a stage of the heads    `|m|L` in a layout: the stage sends the states of trunk 
                         stage has no head that drafts
 schedule plans          --overlap-moe-expert-parallel-comm takes the forward apart: schedule_plan.py
 
+So `TrainedStage` and `Attached` stay two classes. They share the hooks, the output head and what heads draft
+(attachment.py), the states that are read (here), and the loss of a head (../losses/objective.py). A run's stage has its
+objective in the forward, sends on what later stages need, and may have a frozen trunk. Someone's loop asks for the loss
+after a forward, may run others in between, and its model keeps the MTP block of Megatron's class.
+
 Letters in names: S sequence, B batch, H hidden, X states of several layers side by side.
 """
 

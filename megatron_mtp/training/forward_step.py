@@ -39,6 +39,7 @@ from megatron_mtp.losses.objective import (
     HeadObjective,
     NextTokensObjective,
     ObjectiveOutput,
+    base_share,
     depth_weights,
     kept_positions,
     scaling_factor,
@@ -215,7 +216,7 @@ class ForwardStep:
                 beside_main=trains_trunk and each.head.has_lambda,
                 kept_positions=partial(kept_positions, _fraction(each), (args.seed, step)),
                 measures_acceptance=is_asked_for or not torch.is_grad_enabled(),
-                base_share=_base_share(each),
+                base_share=base_share(each.head.settings, args.curr_iteration / args.train_iters),
             )
             for each in self._learners
         ]
@@ -225,14 +226,6 @@ class ForwardStep:
 
 def _fraction(learner: _Learner) -> float:
     return learner.head.settings.mtp_token_fraction if torch.is_grad_enabled() else 1.0
-
-
-def _base_share(learner: _Learner) -> float:
-    """Return the share of logits without the bias in the loss of this step."""
-    kind, args = learner.head.settings.kind, get_args()
-    if kind is None or kind.base_share is None or not torch.is_grad_enabled():
-        return 0.0
-    return kind.base_share(args.curr_iteration / args.train_iters)
 
 
 def _validate(loss: Tensor) -> None:

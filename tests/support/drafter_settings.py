@@ -15,8 +15,8 @@ from torch import Tensor
 from megatron_mtp.attach import Head
 from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.losses.mtp_loss import _documents
-from megatron_mtp.losses.objective import depth_weights
+from megatron_mtp.losses.mtp_loss import HALFWAY, _documents
+from megatron_mtp.losses.objective import base_share, depth_weights
 from megatron_mtp.spec.config import MTPConfig
 
 STEPS = 3
@@ -71,20 +71,21 @@ def gradients_of_stage(
     batch: dict[str, Any],
     packed: PackedSeqParams | None,
     own_S: Tensor | None = None,
+    progress: float = HALFWAY,
 ) -> dict[str, Tensor]:
     """A drafter's gradients of a model that `train` builds with the weights of a stock model, by the latter's names.
 
     Args:
         head: the drafter, as it is attached.
         own_S: positions of this context-parallel rank; None for all.
+        progress: the share of the run that is over.
     """
     weights, settings, own = dict(model.named_parameters()), head.settings, f"{head.module}."
     with torch.no_grad():
         for name, weight in ours.named_parameters():
             weight.copy_(weights[name.replace("mtp.", own)])
     loss, group = depth_loss(settings), parallel_state.get_context_parallel_group()
-    weights_D, of_base = depth_weights(settings, STEPS, 1.0, loss), settings.kind and settings.kind.base_share
-    share = of_base(0.5) if of_base else 0  # of a run of unknown length
+    weights_D, share = depth_weights(settings, STEPS, 1.0, loss), base_share(settings, progress)
     objective = one_head(weights_D, group, loss, linear_main=True, trains_trunk=False, base_share=share)
     document_BS = None if packed is None else _documents(packed, batch["tokens"])
     shifted = {**batch, "loss_mask": batch["loss_mask"].float()}

@@ -36,6 +36,7 @@ from megatron_mtp.model.block_drafter import (
 from megatron_mtp.model.drafter import layer_spec
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules
 from megatron_mtp.model.norms import PortableNorm
+from megatron_mtp.model.ring import Reach
 from megatron_mtp.model.trunk_output import AttentionInputs, TrunkOutput
 from megatron_mtp.spec.head import HeadSpec
 
@@ -44,11 +45,11 @@ class TextAndMasks(BlockAttention):
     """Attention of text rows, and of the masks that follow some of them.
 
     Attributes:
-        rows: masks for the next call: which earlier rows each text row attends to [B or 1, 1, S, S], which text rows
-            the blocks attend to [B or 1, 1, A, S], and the positions of their first masks [A].
+        rows: masks for the next call: which earlier rows each text row attends to and which text rows the blocks attend
+            to, as in `Context`, and the positions of their first masks [A].
     """
 
-    rows: tuple[Tensor, Tensor, Tensor] | None = None
+    rows: tuple[Tensor | Reach, Tensor | Reach, Tensor] | None = None
 
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
@@ -58,13 +59,13 @@ class TextAndMasks(BlockAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return [R, B, N * C] for rows [R, B, N or G, C], text rows first."""
         assert self.rows is not None, "a text without its blocks"
-        (before_B1SS, visible_B1AS, first_A), self.rows = self.rows, None
-        count = before_B1SS.size(-1)
+        (before, visible, first_A), self.rows = self.rows, None
+        count = len(before.first_S) if isinstance(before, Reach) else before.size(-1)
         text, position_S = slice(count), torch.arange(count, device=query.device)
-        self.context = Context(key[text], value[text], before_B1SS, position_S)
+        self.context = Context(key[text], value[text], before, position_S)
         made = [super().forward(query[text], key[text], value[text])]
         if len(query) > count:
-            self.context = Context(key[text], value[text], visible_B1AS, first_A)
+            self.context = Context(key[text], value[text], visible, first_A)
             made.append(super().forward(query[count:], key[count:], value[count:]))
         return torch.cat(made)
 
@@ -129,20 +130,33 @@ class PEagleBlock(BlockDrafter):
         states_SBX = self.read_states(trunk)
         positions_S, place_A = self.places(batch, states_SBX.device)
         position_A = positions_S[place_A]
-        text_SBH = self.layer.feature(self.whole_states(states_SBX, positions_S))
-        next_SB = self.in_order(batch.tokens_DBS[0].t(), positions_S)
+        rings = self.rings(trunk.attention, self.cp_group.size() * len(positions_S))
+        text_SBH = self.layer.feature(self.known_states(states_SBX, positions_S, rings))
+        next_SB = batch.tokens_DBS[0].t()
+        next_SB = next_SB if rings else self.in_order(next_SB, positions_S)
         (count, width), blocks, masks = next_SB.shape, len(position_A), self.depths - 1
         filled = next_SB.new_full((width, blocks * masks), self.drafter.mask_token)
         embedded_RBH = self.embedded(torch.cat([next_SB.t(), filled], dim=1), trunk.frozen_embedding)
         mask_11H = self.layer.feature(self.layer.mask_hidden)
         given_RBH = torch.cat([text_SBH, mask_11H.expand(blocks * masks, width, -1)])
         later_M = torch.arange(1, masks + 1, device=position_A.device)
-        place_R = torch.cat([torch.arange(count).to(position_A), (position_A.unsqueeze(1) + later_M).flatten()])
-        turned, _ = self.angles(count + self.depths, packed_seq=True)  # of whole sequences
-        self._give_rows(trunk.attention, positions_S, place_A, count)
+        text_S, newest_A = (positions_S, place_A) if rings else (torch.arange(count).to(position_A), position_A)
+        place_R = torch.cat([text_S, (position_A.unsqueeze(1) + later_M).flatten()])
+        turned, _ = self.angles(self.cp_group.size() * len(positions_S) + self.depths, packed_seq=True)
+        if rings:
+            self._give_reach(trunk.attention, batch.positions_S, position_A)
+        else:
+            self._give_rows(trunk.attention, positions_S, place_A, count)
         made_RBH = self.layer.norm(self.layer(given_RBH, embedded_RBH, AttentionInputs(rotary_pos_emb=turned[place_R])))
         masks_AMBH = made_RBH[count:].unflatten(0, (blocks, masks))
-        return list(torch.cat([made_RBH[position_A].unsqueeze(1), masks_AMBH], dim=1).unbind(1)), None
+        return list(torch.cat([made_RBH[newest_A].unsqueeze(1), masks_AMBH], dim=1).unbind(1)), None
+
+    def _give_reach(self, attention: AttentionInputs, positions_S: Tensor, position_A: Tensor) -> None:
+        """Tell every layer what rows see whose keys are on the ranks that made them."""
+        text = self.reach(attention, positions_S, positions_S)
+        rows = replace(text, last_S=text.last_S - 1), self.reach(attention, positions_S, position_A), position_A + 1
+        for layer in self.layer.layers:
+            layer.self_attention.core_attention.rows = rows
 
     def _give_rows(self, attention: AttentionInputs, positions_S: Tensor, place_A: Tensor, count: int) -> None:
         """Set in every layer which rows attend to which; a mask of the trunk's attention has only this rank's rows."""

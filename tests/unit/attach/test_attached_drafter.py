@@ -97,7 +97,22 @@ def test_loss_and_gradients_are_those_of_a_trained_stage(kind: str, form: str) -
     attached.loss(*given(batch)).loss.backward()
     weights = dict(model.named_parameters())
     assert wanted
-    assert [name for name, grad in wanted.items() if relative_difference(weights[name].grad, grad) > 1e-5] == []
+    assert [name for name, grad in wanted.items() if not torch.equal(weights[name].grad, grad)] == []
+
+
+@pytest.mark.parametrize("progress", [0.0, 0.25, 1.0])
+def test_domino_has_the_share_of_its_run_without_the_bias(progress: float) -> None:
+    """The loop says how much of its run is over; the gradients are those of `train` then."""
+    batch, model = make_batch(STEPS), stock("dense", **LAYERS)
+    ours = our_model(STEPS, drafter_layers=(), drafter=trained("domino"), **LAYERS)
+    attached = attach(model, settings=settings_of("domino"))
+    draw(model)
+    attached.progress = progress
+    wanted = gradients_of_stage(ours, model, attached.given[0], batch, None, progress=progress)
+    model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    attached.loss(*given(batch)).loss.backward()
+    weights = dict(model.named_parameters())
+    assert [name for name, grad in wanted.items() if not torch.equal(weights[name].grad, grad)] == []
 
 
 def test_the_loss_rides_in_a_forward_of_its_own_accord() -> None:

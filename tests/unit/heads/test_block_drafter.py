@@ -107,7 +107,8 @@ def test_a_block_that_sees_its_future_is_seen(monkeypatch: pytest.MonkeyPatch) -
 
     def unmasked(self: BlockAttention, *args: Any, **named: Any) -> Tensor:
         assert self.context is not None
-        self.context = replace(self.context, visible_B1AS=torch.ones_like(self.context.visible_B1AS))
+        assert isinstance(self.context.visible, Tensor)
+        self.context = replace(self.context, visible=torch.ones_like(self.context.visible))
         return forward(self, *args, **named)
 
     monkeypatch.setattr(BlockAttention, "forward", unmasked)

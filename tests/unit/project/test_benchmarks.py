@@ -117,6 +117,7 @@ SMOKE = {
     "train_step": ["--depths", "1"],
     "train_step --model attached": ["--depths", "1"],
     "train_step --model hybrid": ["--depths", "1"],
+    "train_step --model dspark": [],
     "mtp_memory": ["--tokens", "16", "128"],
     "depth_cost": [],
     "decoding": ["--dtype", "float32", "--model", "small"],

@@ -1,0 +1,214 @@
+"""Attention to the keys of all context-parallel ranks, which no rank gathers: they go around the ring of ranks.
+
+Every rank begins with its own keys and values, and hands on what it has until it has had those of all ranks. A query
+sees the keys at a run of positions, from its document's start or the begin of its window. What else a query sees, such
+as the rows of its own block, lies on its rank, and is a part of its own:
+
+    part   output of a softmax over some keys, and the logarithm L of its sum
+    whole  sum over parts of exp(L - log sum exp L) output                      `joined`
+
+The backward pass computes the scores again, and gradients of keys and values go around with them. Scores are made of
+so many queries and keys at once that memory does not depend on the length of the sequence.
+
+Letters in names: S this rank's queries, W its keys, R ranks, B batch, N query heads, G key heads, M query heads of a
+key head, C channels, Q and K queries and keys of a tile.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import P2POp, ProcessGroup
+
+from megatron_mtp.data.batch import to_device
+
+TILE = 512
+"""Queries, and keys, whose scores are made at once."""
+
+LOWEST = -1e30
+"""In the place of the logarithm of nothing in a difference, which would be none."""
+
+Part = tuple[Tensor, Tensor]
+"""Output [S, B, N, C] of a softmax over some keys, and the logarithm [S, B, N] of its sum."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which keys a query sees: those at positions `first_S` to `last_S`, none where that is before the first.
+
+    Attributes:
+        first_S, last_S: of this rank's queries, counted in the whole sequences.
+        positions_RW: of the keys of every rank. All three are on the host.
+        group: the context-parallel ranks.
+    """
+
+    first_S: Tensor
+    last_S: Tensor
+    positions_RW: Tensor
+    group: ProcessGroup
+
+    def of_rows(self, position_AK: Tensor, window: tuple[int, int] | None) -> "Reach":
+        """That of several rows at further positions in the place of every query; their windows count from there."""
+        first_S, last_S = (each.unsqueeze(1).expand_as(position_AK).flatten() for each in (self.first_S, self.last_S))
+        return Reach(first_S, last_S, self.positions_RW, self.group).within(position_AK.flatten(), window)
+
+    def within(self, position_S: Tensor, window: tuple[int, int] | None) -> "Reach":
+        """Less what is outside of the windows of queries at these positions; -1 is without limit."""
+        before, after = window or (-1, -1)
+        first_S = self.first_S if before < 0 else self.first_S.maximum(position_S - before)
+        last_S = self.last_S if after < 0 else self.last_S.minimum(position_S + after)
+        return Reach(first_S, last_S, self.positions_RW, self.group)
+
+    def tiles(self, rank: int, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
+        """Queries and keys of a rank that may see one another, and which do [Q, K]; None if all do.
+
+        The host knows of a tile's bounds which of these it is, and a GPU waits for nothing.
+        """
+        position_W = self.positions_RW[rank]
+        first_S, last_S, there_W = (to_device(each, device) for each in (self.first_S, self.last_S, position_W))
+        of_keys = [(keys, *_ends(position_W[keys])) for keys in _slices(len(position_W))]
+        for queries in _slices(len(first_S)):
+            (first, latest), (earliest, last) = _ends(self.first_S[queries]), _ends(self.last_S[queries])
+            for keys, low, high in of_keys:
+                if high < first or low > last:
+                    continue
+                seen_QK = None
+                if low < latest or high > earliest:
+                    seen_QK = there_W[keys] >= first_S[queries].unsqueeze(1)
+                    seen_QK &= there_W[keys] <= last_S[queries].unsqueeze(1)
+                yield queries, keys, seen_QK
+
+
+def reach_of(bounds: Tensor, ranks: Tensor, position_S: Tensor, group: ProcessGroup, is_causal: bool = True) -> Reach:
+    """What queries at positions see of their documents: all, or what is not after them.
+
+    Args:
+        bounds: where documents start and end.
+        ranks: the positions [R, W] of every rank.
+    """
+    document_S = torch.searchsorted(bounds, position_S, right=True) - 1
+    return Reach(bounds[document_S], position_S if is_causal else bounds[document_S + 1] - 1, ranks, group)
+
+
+def ring_attention(query_SBNC: Tensor, key_WBGC: Tensor, value_WBGC: Tensor, reach: Reach, scale: float) -> Part:
+    """The part of a softmax that is over the keys of all ranks; the values may have fewer channels."""
+    apply: Callable[..., Part] = _Ring.apply  # torch types it from 2.15 on
+    return apply(query_SBNC, key_WBGC, value_WBGC, reach, scale)
+
+
+def joined(parts: Sequence[Part]) -> Tensor:
+    """One softmax's output of its parts, [S, B, N, C], in the type of the first."""
+    logs_PSBN = torch.stack([log_SBN for _, log_SBN in parts])
+    shares_PSBN = (logs_PSBN - logs_PSBN.logsumexp(0)).exp()
+    made = sum(share_SBN.unsqueeze(-1) * out_SBNC for share_SBN, (out_SBNC, _) in zip(shares_PSBN, parts, strict=True))
+    assert isinstance(made, Tensor)
+    return made.to(parts[0][0].dtype)
+
+
+class _Ring(torch.autograd.Function):
+    """`ring_attention`. Of a forward pass it keeps queries, output and the rank's own keys and values."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: Reach, scale: float) -> Part:
+        query_BGMSC, groups = _by_groups(query, key.size(2)), key.size(2)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        out = query_BGMSC.new_zeros(*query_BGMSC.shape[:-1], value.size(-1), dtype=wide)
+        log = query_BGMSC.new_full(query_BGMSC.shape[:-1], -torch.inf, dtype=wide)
+        for rank, (key_W, value_W) in _around([key, value], reach.group):
+            key_BG1WC, value_BG1WC = _by_groups(key_W, groups), _by_groups(value_W, groups)
+            for queries, keys, seen_QK in reach.tiles(rank, query.device):
+                scores = _scores(query_BGMSC[..., queries, :], key_BG1WC[..., keys, :], seen_QK, scale)
+                whole = torch.logaddexp(log[..., queries], scores.logsumexp(-1))
+                after = whole.clamp(min=LOWEST)
+                added = (scores - after.unsqueeze(-1)).exp().to(value.dtype) @ value_BG1WC[..., keys, :]
+                kept = (log[..., queries] - after).exp().unsqueeze(-1)
+                out[..., queries, :] = out[..., queries, :] * kept + added
+                log[..., queries] = whole
+        out, log = _by_positions(out).to(query.dtype), _by_positions(log.unsqueeze(-1)).squeeze(-1)
+        ctx.save_for_backward(query, key, value, out, log)
+        ctx.reach, ctx.scale = reach, scale
+        return out, log
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        query, key, value, out, log = ctx.saved_tensors
+        of_out, of_log = gradients
+        wide, groups = log.dtype, key.size(2)
+        less = (of_out.to(wide) * out).sum(-1) - of_log
+        query, of_out, log, less = (
+            _by_groups(each, groups) for each in (query, of_out, log[..., None], less[..., None])
+        )
+        log = log.clamp(min=LOWEST)
+        of_query = torch.zeros_like(query, dtype=wide)
+        of_pair = [torch.zeros_like(each, dtype=wide) for each in (key, value)]
+        for rank, (key_W, value_W) in _around([key, value], ctx.reach.group):
+            key_BG1WC, value_BG1WC = _by_groups(key_W, groups), _by_groups(value_W, groups)
+            of_key, of_value = (_by_groups(each, groups).squeeze(2) for each in of_pair)
+            for queries, keys, seen_QK in ctx.reach.tiles(rank, query.device):
+                these, key_K, value_K = query[..., queries, :], key_BG1WC[..., keys, :], value_BG1WC[..., keys, :]
+                weights = (_scores(these, key_K, seen_QK, ctx.scale) - log[..., queries, :]).exp()
+                given = of_out[..., queries, :]
+                of_value[..., keys, :] += (weights.to(given.dtype).mT @ given).sum(2)
+                slopes = weights * ((given @ value_K.mT).to(wide) - less[..., queries, :]) * ctx.scale
+                slopes = slopes.to(these.dtype)
+                of_query[..., queries, :] += slopes @ key_K
+                of_key[..., keys, :] += (slopes.mT @ these).sum(2)
+            of_pair = _handed_on(of_pair, ctx.reach.group)()  # to the rank that gets the keys; at the end, home
+        return (_by_positions(of_query).to(query.dtype), of_pair[0].to(key.dtype), of_pair[1].to(key.dtype), None, None)
+
+
+def _scores(query: Tensor, key: Tensor, seen_QK: Tensor | None, scale: float) -> Tensor:
+    scores = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32)).mul_(scale)
+    return scores if seen_QK is None else scores.masked_fill_(~seen_QK, -torch.inf)
+
+
+def _by_groups(values_SBNC: Tensor, groups: int) -> Tensor:
+    """[B, G, M, S, C]: the query heads of a key head side by side; M is 1 of keys and values."""
+    return values_SBNC.permute(1, 2, 0, 3).unflatten(1, (groups, -1))
+
+
+def _by_positions(values_BGMSC: Tensor) -> Tensor:
+    """[S, B, N, C] of `_by_groups`."""
+    return values_BGMSC.flatten(1, 2).permute(2, 0, 1, 3).contiguous()
+
+
+def _around(values: list[Tensor], group: ProcessGroup) -> Iterator[tuple[int, list[Tensor]]]:
+    """The values of every rank, with its number; the next ones are on their way while these are in use."""
+    rank, ranks = group.rank(), group.size()
+    for step in range(ranks):
+        coming = _handed_on(values, group) if step < ranks - 1 else None
+        yield (rank - step) % ranks, values
+        if coming is not None:
+            values = coming()
+
+
+def _handed_on(values: list[Tensor], group: ProcessGroup) -> Callable[[], list[Tensor]]:
+    """Begin to give values to the next rank; the call waits for those of the rank before."""
+    rank, ranks = group.rank(), group.size()
+    if ranks == 1:
+        return lambda: values
+    following, before = (torch.distributed.get_global_rank(group, (rank + by) % ranks) for by in (1, -1))
+    given, got = [each.contiguous() for each in values], [torch.empty_like(each) for each in values]
+    sends = [P2POp(torch.distributed.isend, each, following, group) for each in given]
+    receives = [P2POp(torch.distributed.irecv, each, before, group) for each in got]
+    works = torch.distributed.batch_isend_irecv([*sends, *receives])
+
+    def arrived() -> list[Tensor]:
+        for work in works:
+            work.wait()
+        given.clear()
+        return got
+
+    return arrived
+
+
+def _ends(values: Tensor) -> tuple[int, int]:
+    low, high = values.aminmax()
+    return int(low), int(high)
+
+
+def _slices(count: int) -> Iterator[slice]:
+    for start in range(0, count, TILE):
+        yield slice(start, min(start + TILE, count))

@@ -1,0 +1,25 @@
+"""Drafters under context parallelism whose keys go around the ranks (ring_worker.py), in float64."""
+
+import json
+from pathlib import Path
+
+import launch
+import pytest
+from tiers import tiered
+
+from megatron_mtp.spec.kinds import DRAFTERS
+
+WORKER = Path(__file__).parents[1] / "support" / "ring_worker.py"
+CASES = [
+    *(f"{kind} {form}" for kind in DRAFTERS for form in ("rows", "packed")),
+    *("eagle rows window", "eagle3 packed latent", "dflash packed window sinks", "dspark rows sinks"),
+    *("domino rows window", "peagle packed window", "dspark packed blocks", "peagle rows blocks"),
+]
+
+
+@pytest.mark.parametrize("ranks", tiered([2, 4], [4]))
+def test_a_drafter_learns_the_same_whether_its_keys_are_gathered_or_go_around(ranks: int, tmp_path: Path) -> None:
+    """The loss and all gradients, summed over the ranks."""
+    worker = launch.torchrun(ranks, WORKER, str(tmp_path / "found.json"), *CASES)
+    launch.run(worker, tmp_path / "log")
+    assert json.loads((tmp_path / "found.json").read_text()) == {case: [] for case in CASES}

@@ -3,7 +3,6 @@
 run.py               one run: arguments, model configuration, Megatron's pretrain(), whose loop is observed: steps,
                      evaluations, checkpoints
 flags.py             flags of the MTP layers, for any parser of Megatron's flags, and flags from a YAML file (--config)
-dry_run.py           the plan of a job of any size (--dry-run)
 arguments.py         Megatron's parser with our flags and those of this machine, and the order of all checks
 needed.py            flags that a run needs
 settings.py          arguments that follow from others

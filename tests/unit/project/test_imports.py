@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "extensions": set(),
     "extensions/cpu_rows": {"common", "model", "decoding"},
     "extensions/kernels": {"cli", "common", "spec", "losses", "model", "megatron"},
-    "extensions/plan": {"cli", "common", "spec", "checkpoint/hf", "checkpoint/families"},
+    "extensions/plan": {"cli", "common", "spec", "model", "checkpoint/hf", "checkpoint/families", "training"},
     "extensions/predict": LOW | {"cli", "data", "model", "decoding"} | CHECKPOINT,
     "extensions/prove": {"cli", "common", "model", "megatron", "attach"},
     "extensions/report": {"cli", "common", "training"},

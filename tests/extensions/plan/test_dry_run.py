@@ -126,7 +126,7 @@ def test_memory_of_a_drafter_is_that_of_its_counted_parameters(monkeypatch: pyte
     lines = planned(f"{BATCH} {MOCK} {flags}", monkeypatch)
     counted = int(next(line for line in lines if line.startswith("  depths")).split()[1].replace(",", ""))
     cells = lines[-1].split()
-    assert cells[1 + HELD.index("MTP layers")] == f"{18 * counted / 2**30:.2f}"
+    assert cells[1 + HELD.index("MTP layers")] == f"{16 * counted / 2**30:.2f}"
     assert counted > 10_000_000
 
 

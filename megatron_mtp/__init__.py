@@ -12,7 +12,6 @@ decoding/      speculative decoding with the trained MTP layers
 training/      one run on Megatron's training loop
 attach.py      MTP layers on a model that Megatron or a framework has built, for training loops of its own
 server/        OpenAI's HTTP API in front of an engine of many texts
-recipes/       what others train drafters by, a YAML file each
 cli/           the verbs of megatron-mtp
 __main__.py    python -m megatron_mtp
 extensions/    optional parts, which the core does not import

@@ -10,7 +10,7 @@ from megatron_mtp.cli.verbs import VERBS, module_of
 from megatron_mtp.common.errors import Parser, sentences
 from megatron_mtp.losses import listing
 from megatron_mtp.megatron.runtime import prepare
-from megatron_mtp.recipes import recipe
+from megatron_mtp.training import recipe
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser, flags_of, named_flags, without_unset
 from megatron_mtp.training.short_log import quiet, say
 

@@ -5,6 +5,7 @@ run.py               one run: arguments, model configuration, Megatron's pretrai
 flags.py             flags of the MTP layers, for any parser of Megatron's flags, and flags from a YAML file (--config)
 arguments.py         Megatron's parser with our flags and those of this machine, and the order of all checks
 needed.py            flags that a run needs
+recipe.py            flags that others train by (--recipe), from the YAML files of recipes/
 settings.py          arguments that follow from others
 checks.py            flags that are refused: ours, those that Megatron takes in silence, those that crash it
 startup.py           how a run ends that cannot start: one sentence, and the traceback in a log file

@@ -772,7 +772,7 @@ def test_the_wheel_has_all_that_the_verbs_need(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(site)], check=True)
     packaged = {str(path.relative_to(site)) for path in site.rglob("*.py")}
     assert packaged == {str(path.relative_to(root)) for path in (root / "megatron_mtp").rglob("*.py")}
-    recipes = root / "megatron_mtp" / "recipes"
+    recipes = root / "megatron_mtp" / "training" / "recipes"
     assert {file.name for file in recipes.glob("*.yaml")} == {file.name for file in site.rglob("recipes/*.yaml")}
     code = "import megatron_mtp; print(megatron_mtp.__file__); from megatron_mtp.cli import main as cli, verbs; "
     code += "[verbs.module_of(verb).parser(verb).format_help() for verb in verbs.VERBS if verb != 'train']; "

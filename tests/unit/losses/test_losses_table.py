@@ -65,9 +65,7 @@ def add_by_entry_point(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_added_loss_is_a_choice_of_the_flag_and_trains_a_step(
     add: object, added_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(
-        ValueError, match=r"^--mtp-loss is 'focal'; choose one of ce, kd, tv, nla, lk, e2e_tv, dpace, mix\.$"
-    ):
+    with pytest.raises(ValueError, match=r"^--mtp-loss is 'focal'; choose one of ce, kd, .*, mix\.$"):
         depth_loss(MTPConfig(mtp_loss="focal"))
     add(added_file, monkeypatch)  # type: ignore[operator]
     assert "ce,kd,tv,nla,lk,e2e_tv,dpace,mix,focal" in help_of_losses()

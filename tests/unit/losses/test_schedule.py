@@ -116,7 +116,7 @@ def test_a_mix_can_be_a_phase() -> None:
     settings = MTPConfig(mtp_loss="mix:0.5,tv:0.5", mtp_loss_mix="ce=0.1,tv=0.9")
     assert settings.phases() == [MTPConfig(mtp_loss="mix", mtp_loss_mix="ce=0.1,tv=0.9"), MTPConfig(mtp_loss="tv")]
     check_loss(*settings.phases())
-    with pytest.raises(ValueError, match=r"--mtp-loss is mix:0\.5,tv:0\.5 and --mtp-loss-mix None; 'mix' needs"):
+    with pytest.raises(ValueError, match=r"mix:0\.5,tv:0\.5 and --mtp-loss-mix None; 'mix' needs"):
         MTPConfig(mtp_loss="mix:0.5,tv:0.5")
 
 

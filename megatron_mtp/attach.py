@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_mtp.data.batch import DepthBatch, to_device
-from megatron_mtp.losses import check_loss
 from megatron_mtp.losses.mtp_loss import Batch, MTPLoss, loss_of_stage, own_positions, positions_of_group
+from megatron_mtp.losses.table import check_loss
 from megatron_mtp.model.attachment import Attachment, DraftHead
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary, tokens_of_file
 from megatron_mtp.model.stage_output import Drafted

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_mtp.cli.verbs import VERBS, module_of
 from megatron_mtp.common.errors import Parser, sentences
-from megatron_mtp.losses import listing
+from megatron_mtp.losses.table import listing
 from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.training import recipe
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser, flags_of, named_flags, without_unset

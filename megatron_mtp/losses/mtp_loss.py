@@ -33,8 +33,8 @@ from megatron_mtp.data.batch import (
     shift_left,
     to_device,
 )
-from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import HeadObjective, depth_weights, with_draws
+from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.model.attachment import Attachment, DraftHead, attached_of
 from megatron_mtp.model.packed_rows import bounds_of
 from megatron_mtp.model.stage_output import Drafted, StageOutput

@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,8 +26,9 @@ from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
 from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.stage_output import Drafted, StageOutput
-from megatron_mtp.spec.config import SCHEDULES, MTPConfig
-from megatron_mtp.spec.head import blocks_of
+
+if TYPE_CHECKING:
+    from megatron_mtp.spec.config import MTPConfig
 
 
 @dataclass(frozen=True)
@@ -291,18 +293,18 @@ def depth_scales(whole_tokens: Tensor, weights: Sequence[float], per_token: bool
 # --- lambda and weights, step by step --------------------------------------------------------------------------------
 
 
-def scaling_factor(args: Namespace, settings: MTPConfig, step: int) -> float:
+def scaling_factor(args: Namespace, settings: "MTPConfig", step: int) -> float:
     """lambda of this step: `--mtp-loss-scaling-factor` at first, `--mtp-loss-final-factor` in the end."""
     first: float = args.mtp_loss_scaling_factor
     if settings.mtp_loss_schedule == "constant":
         return first
     given = settings.mtp_loss_schedule_steps
     progress = min(step / (given if given >= 1 else given * args.train_iters), 1)
-    return SCHEDULES[settings.mtp_loss_schedule](first, settings.mtp_loss_final_factor, progress)
+    return settings.lambda_at(first, progress)
 
 
 def depth_weights(
-    settings: MTPConfig, depths: int, factor: float, loss: TokenLoss | type[TokenLoss] = CrossEntropy
+    settings: "MTPConfig", depths: int, factor: float, loss: TokenLoss | type[TokenLoss] = CrossEntropy
 ) -> list[float]:
     """The weight of depth 1 .. D: lambda / D, times `--mtp-loss-weights`; `factor` is lambda.
 
@@ -315,7 +317,7 @@ def depth_weights(
     return [factor / terms * weight for weight in weights]
 
 
-def with_draws(batch: DepthBatch, settings: MTPConfig, seed: tuple[int, int], positions: int) -> DepthBatch:
+def with_draws(batch: DepthBatch, settings: "MTPConfig", seed: tuple[int, int], positions: int) -> DepthBatch:
     """A rank's part of a batch, with what a head draws in this step.
 
     These are the blocks that a block drafter is trained on, and in training with --mtp-hidden-state-mixing the states
@@ -325,7 +327,7 @@ def with_draws(batch: DepthBatch, settings: MTPConfig, seed: tuple[int, int], po
         seed: (run, step).
         positions: of a whole sequence.
     """
-    if (blocks := blocks_of(settings.kind, vars(settings))) is not None:
+    if settings.kind is not None and (blocks := settings.kind.blocks(vars(settings))) is not None:
         batch = with_blocks(batch, blocks, seed, positions)
     if settings.mtp_hidden_state_mixing and torch.is_grad_enabled():
         batch = with_ages(batch, seed, positions)

@@ -1,7 +1,6 @@
 """From arguments to a model: the trunk with its MTP block; hidden states in, one hidden state per depth out.
 
-arguments.py         Megatron's arguments of a model, and its configuration; what changes without TE, Apex or CUDA;
-                     patterns of hybrids
+arguments.py         Megatron's arguments of a model, and its configuration; patterns of hybrids
 build.py             configuration to model, and the process group: the only place that builds one
 attachment.py        draft heads on a model of Megatron's own class, by hooks on its forward
 trained_stage.py     the same on a pipeline stage of this package's runs: objectives, absent heads, frozen trunks
@@ -12,6 +11,7 @@ frozen.py            a trunk that stays as it was loaded
 hybrid.py            layers of a hybrid, which a pattern names; MTP layers that are stacks by a pattern
 trunk_output.py      what a draft head reads of the trunk's forward pass
 mtp.py               MultiTokenPredictionLayer: one depth
+around_layers.py     what Megatron does around the trunk's layers, for MTP layers: recomputation, quantization
 mixing.py            which state a depth continues from in training (--mtp-hidden-state-mixing)
 chain.py             what depths read, and layers one after another
 mtp_block.py         MultiTokenPredictionBlock: all depths, sequential or parallel

@@ -26,11 +26,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_mtp.data.batch import DepthBatch, shift_left
+from megatron_mtp.model.around_layers import checkpointed, set_quantization
 from megatron_mtp.model.chain import DepthInputs, Layer, chain, padding_mask
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.mixing import mixer_of
-from megatron_mtp.model.mtp import checkpointed
-from megatron_mtp.model.mtp_block import set_quantization
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.shared_embedding import attach_embedding
 from megatron_mtp.model.specs import with_portable_modules

@@ -14,6 +14,7 @@ Letters in names: K drafts.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_mtp.spec.registry import Registry
 
@@ -101,6 +102,10 @@ class DrafterKind:
     def sees_ahead(self) -> bool:
         """Whether the rows of its blocks may see one another in both directions."""
         return "drafter_causal" in self.settings
+
+    def blocks(self, given: Mapping[str, Any]) -> int | None:
+        """Blocks of a sequence that it is trained on, by settings by the names of their flags; None without."""
+        return given.get("drafter_blocks") or self.settings.get("drafter_blocks")
 
     def can_read(self, chosen: Sequence[int], layers: int) -> bool:
         """Return whether it can read these layers of a trunk that has so many.

@@ -251,7 +251,7 @@ def _whole(side: Side) -> dict[str, Any]:
 
 def _arguments(side: Side) -> Namespace | None:
     """Megatron's arguments of a side; None if Megatron cannot run its model, ValueError where they are not stored."""
-    from megatron_mtp.model.arguments import parsed
+    from megatron_mtp.megatron.parser import parsed
 
     if isinstance(side, MegatronSide):
         if side.args_from != FROM_CHECKPOINT:

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
-from megatron_mtp.model.arguments import CUDA, arguments_without
+from megatron_mtp.megatron.parser import CUDA, arguments_without
 from megatron_mtp.model.specs import having
 from megatron_mtp.spec.config import flag_of
 from megatron_mtp.training.checks import check_hub

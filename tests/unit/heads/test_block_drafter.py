@@ -16,8 +16,8 @@ from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.data.batch import depth_batch, with_blocks
-from megatron_mtp.losses import check_loss, depth_loss
 from megatron_mtp.losses.objective import depth_weights
+from megatron_mtp.losses.table import check_loss, depth_loss
 from megatron_mtp.model.block_drafter import BlockAttention
 from megatron_mtp.spec.config import HeadSettings, MTPConfig
 from megatron_mtp.spec.kinds import DRAFTERS

@@ -16,9 +16,9 @@ from installed import ask_again
 from megatron_single import make_batch, our_model
 
 from megatron_mtp.cli.train import parse_run, parser
-from megatron_mtp.losses import LOSSES, depth_loss, listing
 from megatron_mtp.losses.mix import mix_weights
 from megatron_mtp.losses.mtp_loss import mtp_loss, trunk_states
+from megatron_mtp.losses.table import LOSSES, depth_loss, listing
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.spec.registry import Imported
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_mtp.data.batch import depth_batch
-from megatron_mtp.losses import check_loss, depth_loss
 from megatron_mtp.losses.distillation import AcceptedLength
 from megatron_mtp.losses.objective import LossSum, ObjectiveOutput, depth_weights, kept_positions, scaling_factor
+from megatron_mtp.losses.table import check_loss, depth_loss
 from megatron_mtp.losses.token_loss import PacedCrossEntropy
 from megatron_mtp.spec.config import MTPConfig, loss_parts
 from megatron_mtp.training import forward_step

@@ -17,7 +17,7 @@ from megatron_mtp.cli import main as cli
 from megatron_mtp.cli.train import EXAMPLES
 from megatron_mtp.megatron.checkpoint import reader
 from megatron_mtp.megatron.checkpoint.reader import StoredDepths
-from megatron_mtp.model.arguments import APEX, CUDA, TE, flags_without
+from megatron_mtp.megatron.parser import APEX, CUDA, TE, flags_without
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training import arguments
 from megatron_mtp.training.arguments import parse_checked_args, parse_run_args, set_machine_flags

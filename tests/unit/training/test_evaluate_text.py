@@ -10,7 +10,7 @@ from trained_folders import trained
 from megatron_mtp.cli import evaluate, preprocess
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.spec.config import MTPConfig
-from megatron_mtp.training.documents import MOST_CONTEXTS, by_context, numbers_of_contexts
+from megatron_mtp.training.contexts import MOST_CONTEXTS, by_context, numbers_of_contexts
 
 
 @pytest.mark.usefixtures("megatron")

@@ -26,6 +26,10 @@ BLOCK_LAYERS, MARKOV_RANK, BLOCKS, GRU_SIZE = 5, 256, 512, 1024
 that a bias by all tokens before keeps."""
 
 
+FIRST_TAP = "first tap"
+"""How a convolution [sides, taps, hidden] begins that changes nothing: with 1 at its first tap, and 0 at the others."""
+
+
 def spread_layers(layers: int, depth: int | None = None) -> tuple[int, ...]:
     """As many layers as the drafter has, from the second to the last but two at equal distances."""
     count, last = min(depth or BLOCK_LAYERS, layers - 1), max(layers - 2, 2)
@@ -65,7 +69,7 @@ class DrafterKind:
         base_share: what the logits without the bias have of the loss, from the share of the run that is over; None for
             nothing.
         begins: how parameters of its own begin in a new drafter, by name: their standard deviation, 0 for zeros, None
-            for that of matrices (--init-method-std).
+            for that of matrices (--init-method-std), or `FIRST_TAP`.
     """
 
     name: str
@@ -87,7 +91,7 @@ class DrafterKind:
     published_as: str | None = None
     latent_architectures: tuple[str, ...] = ()
     latent_model_type: str = "deepseek_v3"
-    begins: Mapping[str, float | None] = field(default_factory=dict)
+    begins: Mapping[str, float | str | None] = field(default_factory=dict)
     drafts_all: bool = False
     projector_type: str | None = None
     base_share: Callable[[float], float] | None = None
@@ -158,7 +162,7 @@ SETTINGS_OF_BLOCKS: dict[str, int | None] = {
 }
 """Settings of kinds that fill blocks, with their defaults."""
 
-MARKOV: dict[str, float | None] = {"markov_w1": None, "markov_w2": 0}
+MARKOV: dict[str, float | str | None] = {"markov_w1": None, "markov_w2": 0}
 """How the matrices of a bias by the token before begin: it is 0."""
 
 DRAFTERS: Registry[DrafterKind] = Registry("megatron_mtp.heads", {})

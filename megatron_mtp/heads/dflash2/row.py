@@ -1,6 +1,7 @@
 """DFlash2 in a row: what it reads, learns and has, and where its parts are."""
 
 from megatron_mtp.spec.kinds import (
+    FIRST_TAP,
     MARKOV,
     MARKOV_RANK,
     SETTINGS_OF_BLOCKS,
@@ -27,5 +28,5 @@ ROW = DrafterKind(
     settings={**SETTINGS_OF_BLOCKS, "drafter_markov_rank": MARKOV_RANK},
     idle_rows=1,
     drafts_all=True,
-    begins={**MARKOV, "markov_projection": None, "kernel_projection": 0},
+    begins={**MARKOV, "base_kernel": FIRST_TAP, "markov_projection": None, "kernel_projection": 0},
 )

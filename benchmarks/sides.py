@@ -47,8 +47,9 @@ from megatron_mtp.model.arguments import MTPGPTModelConfig, config_of
 from megatron_mtp.model.specs import having, with_portable_modules
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training.arguments import mtp_config_from_args, parse_checked_args, set_machine_flags
-from megatron_mtp.training.forward_step import ForwardStep, holds_mtp_depths
+from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.metrics import Metrics
+from megatron_mtp.training.reading_stages import holds_mtp_depths
 from megatron_mtp.training.run import join_single_process
 
 ON_CPU = prepare()

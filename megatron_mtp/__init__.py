@@ -12,7 +12,6 @@ decoding/      speculative decoding with trained MTP layers
 training/      one run on Megatron's training loop
 attach.py      MTP layers on a model that Megatron or a framework has built, for custom training loops
 server/        OpenAI-compatible HTTP server in front of an engine
-recipes/       published training settings, a YAML file each
 cli/           the commands of megatron-mtp
 __main__.py    python -m megatron_mtp
 extensions/    optional parts, which the core does not import

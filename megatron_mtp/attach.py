@@ -20,8 +20,7 @@ Letters in names: D depths, S sequence, B batch, H hidden, R context-parallel ra
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from math import inf
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, override
@@ -29,93 +28,44 @@ from typing import Any, override
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_mtp.data.batch import DepthBatch, to_device
-from megatron_mtp.losses import check_loss
-from megatron_mtp.losses.mtp_loss import HALFWAY, Batch, MTPLoss, loss_of_stage, own_positions, positions_of_group
+from megatron_mtp.losses.mtp_loss import (
+    HALFWAY,
+    Batch,
+    MTPLoss,
+    RidingLoss,
+    loss_of_stage,
+    own_positions,
+    positions_of_group,
+)
+from megatron_mtp.losses.table import check_loss
 from megatron_mtp.model.attachment import Attachment, DraftHead
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary, tokens_of_file
 from megatron_mtp.model.stage_output import Drafted
-from megatron_mtp.model.stages import NO_BACKWARD, ReadStates
+from megatron_mtp.model.stages import ReadStates
 from megatron_mtp.model.stock import (
     FROZEN,
     OWN,
-    Refused,
     StockHead,
     add_block,
     fill_absent,
     is_frozen,
+    refused_arguments,
     refused_heads,
     refused_models,
     share_embedding,
     tied_embedding,
 )
 from megatron_mtp.model.trunk_output import AttentionInputs, is_detached
-from megatron_mtp.spec.config import DRAFTER_SETTINGS, HEADS, MTPConfig, is_head, module_of
-from megatron_mtp.spec.kinds import kind_of
-
-READ = {
-    *DRAFTER_SETTINGS,
-    *("drafter", "drafter_steps", "drafter_blocks", "mtp_draft_vocab_file"),
-    *("mtp_loss", "mtp_loss_mix", "mtp_temperature", "mtp_lk_eta", "mtp_label_smoothing", "mtp_z_loss"),
-    *("mtp_loss_weights", "mtp_train_only"),
-}
-"""Settings that attached heads read: the drafter, loss, temperature, weights, whether the loss trains them alone."""
-
-OF_MTP = {"mtp_unroll", "mtp_hidden_state_mixing"}
-"""Settings that attached MTP layers read, and drafters do not."""
+from megatron_mtp.spec.attached import MTP, POLICY, Head, heads_of_settings, mtp_among, refusals
+from megatron_mtp.spec.config import MTPConfig, is_head
 
 TOKENS, LABELS = "tokens", "labels"
 """Where the loss mask of a forward without labels stands."""
-
-TAKEN = "mtp_taken"
-"""Attribute of a scale of the loss that was set after a forward, and taken in the backward pass."""
-
-
-MTP, POLICY = "mtp", "policy"
-"""The names of MTP layers, also as a module, and of the group of parameters that belong to no head."""
-
-TAKEN_NAMES = *HEADS, POLICY
-"""What a drafter cannot be called."""
-
-
-@dataclass(frozen=True)
-class Head:
-    """A draft head to attach: MTP layers, or a drafter where the settings name one.
-
-    Attributes:
-        settings: what it is and what it learns. MTP layers learn by cross-entropy by default, and with `mtp_train_only`
-            their loss trains nothing else; a drafter learns what its kind does by default.
-        depths: D, of new MTP layers; None for the model's own, and of a drafter, which has `drafter_steps`.
-        weight: of its loss in the sum of all heads.
-        name: of a drafter; '' for its kind. Its module is `drafter_NAME`. MTP layers are called 'mtp'.
-    """
-
-    settings: MTPConfig = field(default_factory=MTPConfig)
-    depths: int | None = None
-    weight: float = 1.0
-    name: str = ""
-
-    @property
-    def called(self) -> str:
-        """Its name."""
-        return MTP if self.settings.drafter is None else self.name or self.settings.drafter
-
-    @property
-    def module(self) -> str:
-        """The name of its module in the model."""
-        return MTP if self.settings.drafter is None else module_of(self.called)
-
-    def with_usual_loss(self) -> "Head":
-        """The head with the loss of its kind, where the settings name none."""
-        if self.settings.drafter is None or self.settings.mtp_loss != MTPConfig().mtp_loss:
-            return self
-        own: dict[str, Any] = kind_of(self.settings.drafter).loss
-        return replace(self, settings=replace(self.settings, **own))
 
 
 def attach(
@@ -171,7 +121,7 @@ def attach(
     adopts = bool(chunks[0].config.mtp_num_layers)
     if heads and (depths is not None or settings is not None):
         raise ValueError("heads were given with what is short for them; give the heads alone.")
-    heads = [each.with_usual_loss() for each in heads or _short(settings or MTPConfig(), depths, adopts)]
+    heads = [each.with_usual_loss() for each in heads or heads_of_settings(settings or MTPConfig(), depths, adopts)]
     if mask_at not in (TOKENS, LABELS):
         raise ValueError(f"mask_at is '{mask_at}'; give '{TOKENS}' or '{LABELS}'.")
     if true_vocab_size is not None and not 1 <= true_vocab_size <= chunks[0].vocab_size:
@@ -183,7 +133,7 @@ def attach(
         _check(chunk, heads, weight, block, adopts)
     for head in heads:
         check_loss(head.settings)
-    mtp, drafters, last = _mtp_of(heads), {}, next((one for one in chunks if one.post_process), chunks[-1])
+    mtp, drafters, last = mtp_among(heads), {}, next((one for one in chunks if one.post_process), chunks[-1])
     if any(head.settings.drafter is not None for head in heads):
         from megatron_mtp.model.stock_drafter import add_drafters, described
 
@@ -212,21 +162,6 @@ def attach(
     if last.post_process:
         fill_absent(last, [*drafters, *([] if adopts or mtp is None else [MTP])])
     return Attached(last, heads, weight, mask_at, true_vocab_size, drafted, chunks, placeholders)
-
-
-def _short(settings: MTPConfig, depths: int | None, adopts: bool) -> list[Head]:
-    """What `depths` and `settings` are short for: MTP layers, a drafter, or both, each with the loss of its kind."""
-    if settings.drafter is None:
-        return [Head(settings, depths)]
-    if depths is None and not adopts:
-        return [Head(settings)]
-    own, drafter = settings.apart()
-    return [Head(own, depths), Head(drafter)]
-
-
-def _mtp_of(heads: Sequence[Head]) -> Head | None:
-    """The MTP layers among the heads."""
-    return next((head for head in heads if head.settings.drafter is None), None)
 
 
 @dataclass(frozen=True)
@@ -403,7 +338,7 @@ class Attached(Attachment):
 
     def _trains_trunk(self) -> bool:
         """Return whether the loss trains more than the MTP layers."""
-        mtp = _mtp_of(self.given)
+        mtp = mtp_among(self.given)
         if mtp is None or mtp.settings.mtp_train_only or is_detached(self.config):
             return False
         return any(
@@ -437,7 +372,7 @@ class Attached(Attachment):
             given.called: loss_of_stage(self, head, forward.states_SBH, batch, given.settings, step, self.progress)
             for given, head in zip(self.given, self.heads, strict=True)
         }
-        mtp = _mtp_of(self.given)
+        mtp = mtp_among(self.given)
         if mtp is not None and made[mtp.called].loss.requires_grad and is_frozen(self.model.mtp):
             raise ValueError(FROZEN)
         total = torch.stack([given.weight * made[given.called].loss for given in self.given]).sum()
@@ -449,7 +384,7 @@ class Attached(Attachment):
 
     def _check_gathered(self) -> None:
         """Refuse modules that FSDP gathers in their own forward alone, which does not run here."""
-        layers = self.model.mtp.layers if _mtp_of(self.given) is not None else ()
+        layers = self.model.mtp.layers if mtp_among(self.given) is not None else ()
         drafters = [getattr(self.model, each.module) for each in self.given if each.settings.drafter is not None]
         read = [getattr(self.head_owner, "weight", None), *(layer.enorm.weight for layer in layers)]
         read += [weight for block in drafters for weight in block.parameters()]
@@ -504,7 +439,7 @@ class Attached(Attachment):
         )
         if self.weight is not None and forward.records:
             self._newest = None  # its loss is taken here
-            apply: Callable[..., Tensor] = _Riding.apply  # torch types it from 2.15 on
+            apply: Callable[..., Tensor] = RidingLoss.apply  # torch types it from 2.15 on
             return apply(hidden_SBH, self._riding(forward, call, self.weight))
         self._newest, self._forwards = forward, self._forwards + 1
         has_graph = self._recorded is not None and self._recorded.states_SBH.requires_grad
@@ -545,116 +480,11 @@ class Attached(Attachment):
         return joined_BS[:, to_device(order_RS.flatten().argsort(), joined_BS.device)]
 
 
-class _Riding(torch.autograd.Function):
-    """Megatron's `MTPLossAutoScaler`, whose scale outlives the schedule that has set it.
-
-    A schedule sets the scale after every forward. A scale that was set after a forward is of that forward alone: the
-    next one, of a plain loop, begins with 1. A loop's scale that was set before its forwards stays.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, states_SBH: Tensor, loss: Tensor) -> Tensor:
-        scale = MTPLossAutoScaler.main_loss_backward_scale
-        if getattr(scale, TAKEN, False) and torch._C._current_graph_task_id() == NO_BACKWARD:
-            scale = torch.ones_like(scale)
-            MTPLossAutoScaler.set_loss_scale(scale)
-        ctx.scale, ctx.like = scale, (loss.dtype, loss.device)
-        return states_SBH
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
-        scale = MTPLossAutoScaler.main_loss_backward_scale
-        if scale is not ctx.scale:
-            setattr(scale, TAKEN, True)
-        dtype, device = ctx.like
-        return gradients[0], (torch.ones((), dtype=dtype, device=device) * scale).reshape(())
-
-
 def _check(chunk: Any, heads: Sequence[Head], weight: float | None, block: str, adopts: bool) -> None:
     """Refuse arguments that do not fit the model, and models whose forward the hooks would not see."""
-    arguments = [*_heads_refused(heads), *_arguments(chunk, heads, weight, block, adopts)]
+    if isinstance(getattr(chunk, "mtp_attached", None), Attached):
+        raise ValueError("MTP layers are attached to this model already; use what attach returned.")
+    arguments = [*refusals(heads), *refused_arguments(chunk, heads, weight, block, adopts)]
     for is_so, sentence in (*arguments, *refused_models(chunk, adopts)):
         if is_so:
             raise ValueError(sentence)
-
-
-def _heads_refused(heads: Sequence[Head]) -> Refused:
-    """What heads cannot have, in any model."""
-    unread = [
-        one.name
-        for one in fields(MTPConfig)
-        for head in heads
-        if one.name not in (READ | OF_MTP if head.settings.drafter is None else READ)
-        and getattr(head.settings, one.name) != one.default
-    ]
-    names = [head.called for head in heads]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    strange = next((name for name in names if not name.isidentifier()), None)
-    sized = next((head.called for head in heads if head.settings.drafter and head.depths is not None), None)
-    weights = [head.weight for head in heads if not 0 <= head.weight < inf]
-    return [
-        (
-            unread,
-            f"{', '.join(dict.fromkeys(unread))} in the settings is not for such attached heads; leave it out, or give "
-            "it to megatron-mtp train.",
-        ),
-        (
-            sum(head.settings.drafter is None for head in heads) > 1,
-            "two of the heads are MTP layers, and a model has one block of them; join the two.",
-        ),
-        (twice is not None, f"two heads are called '{twice}'; give one of them another name, Head(..., name=)."),
-        (
-            strange is not None,
-            f"a head is called '{strange}', which names a module too; give letters, digits and underscores.",
-        ),
-        (
-            any(head.settings.drafter and head.called in TAKEN_NAMES for head in heads),
-            f"a drafter has a name of {', '.join(TAKEN_NAMES)}, which others have; give it another.",
-        ),
-        (
-            sized is not None,
-            f"the head '{sized}' is a drafter, whose number of drafts is drafter_steps in its settings; give that.",
-        ),
-        (weights, f"the weight of a head is {', '.join(map(str, weights))}; give 0 or more."),
-    ]
-
-
-def _arguments(chunk: Any, heads: Sequence[Head], weight: float | None, block: str, adopts: bool) -> Refused:
-    own, mtp = chunk.config.mtp_num_layers, _mtp_of(heads)
-    depths = None if mtp is None else mtp.depths
-    layers = 1 if adopts and chunk.config.mtp_use_repeated_layer else depths or own
-    return [
-        (
-            isinstance(getattr(chunk, "mtp_attached", None), Attached),
-            "MTP layers are attached to this model already; use what attach returned.",
-        ),
-        (
-            mtp is not None and depths is None and not adopts,
-            "the model has no MTP layers, and depths is None; give the number of new ones, or settings with a drafter.",
-        ),
-        (
-            adopts and depths not in (None, own),
-            f"the model has {own} MTP layers, and depths is {depths}; give None to train those.",
-        ),
-        (depths is not None and depths < 1, f"depths is {depths}; give 1 or more."),
-        (
-            mtp is not None and mtp.settings.mtp_unroll is not None and layers != 1,
-            f"mtp_unroll is set, which repeats one MTP layer, and the model has {layers}; attach one.",
-        ),
-        (
-            weight is not None and not 0 <= weight < inf,
-            f"weight is {weight}; give 0 or more, such as 0.1, or None to ask for Attached.loss.",
-        ),
-        (
-            any(head.settings.drafter for head in heads)
-            and chunk.vp_stage is not None
-            and chunk.pg_collection.pp.size() == 2
-            and chunk.config.batch_p2p_comm,
-            "batch_p2p_comm is on with virtual stages on two pipeline ranks, where Megatron swaps what goes forward "
-            "with what goes back; set overlap_p2p_comm to True and batch_p2p_comm to False, as its flags do.",
-        ),
-        (
-            block != OWN and (adopts or not hasattr(chunk, "hybrid_stack_spec")),
-            f"block is '{block}', which is the pattern of a hybrid's new MTP layers; give 'own' to other models.",
-        ),
-    ]

@@ -9,9 +9,9 @@ from torch import Tensor
 from benchmarks.gpu.part import DEVICE, ON_CPU, Setting
 from benchmarks.harness import Found, Goal, Table, allocated_peak, interleave
 from megatron_mtp.checkpoint.verify.prompt import exact_float32
-from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, linear_loss
 from megatron_mtp.losses.reference import plain_loss
+from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.model.vocabulary import Vocabulary
 from megatron_mtp.spec.config import MTPConfig
 

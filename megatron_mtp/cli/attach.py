@@ -21,8 +21,8 @@ from megatron_mtp.cli.attach_training import PASSES
 from megatron_mtp.cli.verbs import PROGRAM, module_of
 from megatron_mtp.common.errors import INTERRUPTED, Parser, named, sentences
 from megatron_mtp.megatron.runtime import quieten
-from megatron_mtp.recipes.recipe import names
 from megatron_mtp.spec.kinds import DRAFTERS, fitted_kind
+from megatron_mtp.training.recipe import names
 
 EXAMPLES = """examples:
   # one MTP layer that can draft any number of tokens, 600 steps; all output is in runs/attached

@@ -4,7 +4,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_mtp.losses import LOSSES
+from megatron_mtp.losses.table import LOSSES
 from megatron_mtp.spec.config import flag_of
 from megatron_mtp.training.flags import CHAT_FLAGS
 

@@ -6,10 +6,11 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_mtp.cli.verbs import VERBS, module_of
 from megatron_mtp.common.errors import Parser, sentences
-from megatron_mtp.losses import listing
+from megatron_mtp.losses.table import listing
 from megatron_mtp.megatron.runtime import prepare
-from megatron_mtp.recipes import recipe
+from megatron_mtp.training import recipe
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser, flags_of, named_flags, without_unset
 from megatron_mtp.training.short_log import quiet, say
 
@@ -83,11 +84,12 @@ def main(arguments: list[str], program: str) -> int:
 
             train(argv, on_cpu, measure=LiveDrafts())
             return 0
-        from megatron_mtp.training.dry_run import plan
         from megatron_mtp.training.startup import explained
 
         with explained(program):
-            say(plan(argv, given.dry_run))
+            if "plan" not in VERBS:
+                raise ValueError("--dry-run needs the verb 'plan', which is not installed; reinstall megatron-mtp.")
+            say(module_of("plan").of_job(argv, given.dry_run))
     return 0
 
 

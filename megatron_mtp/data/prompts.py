@@ -72,7 +72,7 @@ class Beginnings:
         return self._names[self._sources[self._document(number)]]
 
     def prompt(self, number: int) -> list[int]:
-        """Token ids of a prompt."""
+        """Return the token ids of a prompt."""
         document = self._document(number)
         start = 0
         if self._anywhere:

@@ -32,13 +32,15 @@ Letters in names: N positions, V this rank's slice of the vocabulary, D depths.
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self, override
+from typing import TYPE_CHECKING, ClassVar, Self, override
 
 import torch
 from torch import Tensor
 
 from megatron_mtp.losses.token_loss import Chunk, Joined, TokenLoss
-from megatron_mtp.spec.config import MTPConfig
+
+if TYPE_CHECKING:
+    from megatron_mtp.spec.config import MTPConfig
 
 LARGEST_GAP = 40.0
 """The largest log q - log p in the computation: where p is 0, its exponential would overflow float32. With q exp(-40)
@@ -54,7 +56,7 @@ class TaughtLoss(TokenLoss):
 
     @classmethod
     @override
-    def of(cls, settings: MTPConfig) -> Self:
+    def of(cls, settings: "MTPConfig") -> Self:
         return cls(settings.mtp_temperature)
 
 
@@ -161,7 +163,7 @@ class AdaptiveDivergence(OverlapLoss):
 
     @classmethod
     @override
-    def of(cls, settings: MTPConfig) -> Self:
+    def of(cls, settings: "MTPConfig") -> Self:
         return cls(settings.mtp_temperature, settings.mtp_lk_eta)
 
     @override

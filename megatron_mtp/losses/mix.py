@@ -9,7 +9,7 @@ from typing import Self, override
 import torch
 from torch import Tensor
 
-from megatron_mtp.losses import LOSSES
+from megatron_mtp.losses.table import LOSSES
 from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 from megatron_mtp.spec.config import MTPConfig, are_weights, number_of
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import _fork_rng
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -33,16 +34,20 @@ from megatron_mtp.data.batch import (
     shift_left,
     to_device,
 )
-from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import HeadObjective, base_share, depth_weights, with_draws
+from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.model.attachment import Attachment, DraftHead, attached_of
 from megatron_mtp.model.packed_rows import bounds_of
 from megatron_mtp.model.stage_output import Drafted, StageOutput
+from megatron_mtp.model.stages import NO_BACKWARD
 from megatron_mtp.model.trunk_output import is_detached
 from megatron_mtp.spec.config import MTPConfig
 
 HALFWAY = 0.5
-"""The share of a run that is over where its loop says nothing of its length."""
+"""The fraction of the run that is over, for a loop that does not give it."""
+
+TAKEN = "mtp_taken"
+"""Attribute of a scale of the loss that was set after a forward, and taken in the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -340,3 +345,30 @@ def positions_of_group(group: ProcessGroup, length: int, packed: PackedSeqParams
         return torch.arange(length).unsqueeze(0)
     offsets = torch.tensor([0, length]) if packed is None else bounds_of(packed)
     return positions_of_ranks(offsets, group.size())
+
+
+class RidingLoss(torch.autograd.Function):
+    """Megatron's `MTPLossAutoScaler`, whose scale outlives the schedule that has set it.
+
+    A schedule sets the scale after every forward. A scale that was set after a forward is of that forward alone: the
+    next one, of a plain loop, begins with 1. A loop's scale that was set before its forwards stays.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states_SBH: Tensor, loss: Tensor) -> Tensor:
+        """The states, which take the loss along."""
+        scale = MTPLossAutoScaler.main_loss_backward_scale
+        if getattr(scale, TAKEN, False) and torch._C._current_graph_task_id() == NO_BACKWARD:
+            scale = torch.ones_like(scale)
+            MTPLossAutoScaler.set_loss_scale(scale)
+        ctx.scale, ctx.like = scale, (loss.dtype, loss.device)
+        return states_SBH
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
+        """The states' gradient, and the scale for the loss."""
+        scale = MTPLossAutoScaler.main_loss_backward_scale
+        if scale is not ctx.scale:
+            setattr(scale, TAKEN, True)
+        dtype, device = ctx.like
+        return gradients[0], (torch.ones((), dtype=dtype, device=device) * scale).reshape(())

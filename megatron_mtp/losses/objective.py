@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,8 +26,9 @@ from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
 from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.stage_output import Drafted, StageOutput
-from megatron_mtp.spec.config import SCHEDULES, MTPConfig
-from megatron_mtp.spec.head import blocks_of
+
+if TYPE_CHECKING:
+    from megatron_mtp.spec.config import MTPConfig
 
 
 @dataclass(frozen=True)
@@ -292,18 +294,18 @@ def depth_scales(whole_tokens: Tensor, weights: Sequence[float], per_token: bool
 # --- lambda and weights, step by step --------------------------------------------------------------------------------
 
 
-def scaling_factor(args: Namespace, settings: MTPConfig, step: int) -> float:
+def scaling_factor(args: Namespace, settings: "MTPConfig", step: int) -> float:
     """Return lambda of this step, scheduled from `--mtp-loss-scaling-factor` to `--mtp-loss-final-factor`."""
     first: float = args.mtp_loss_scaling_factor
     if settings.mtp_loss_schedule == "constant":
         return first
     given = settings.mtp_loss_schedule_steps
     progress = min(step / (given if given >= 1 else given * args.train_iters), 1)
-    return SCHEDULES[settings.mtp_loss_schedule](first, settings.mtp_loss_final_factor, progress)
+    return settings.lambda_at(first, progress)
 
 
 def depth_weights(
-    settings: MTPConfig, depths: int, factor: float, loss: TokenLoss | type[TokenLoss] = CrossEntropy
+    settings: "MTPConfig", depths: int, factor: float, loss: TokenLoss | type[TokenLoss] = CrossEntropy
 ) -> list[float]:
     """Return the loss weights of depths 1 .. D: lambda / D times `--mtp-loss-weights`; `factor` is lambda.
 
@@ -316,14 +318,14 @@ def depth_weights(
     return [factor / terms * weight for weight in weights]
 
 
-def base_share(settings: MTPConfig, progress: float) -> float:
-    """What logits without a drafter's bias have of its loss, once a share of the run is over; nothing in evaluation."""
+def base_share(settings: "MTPConfig", progress: float) -> float:
+    """Return the loss weight of the logits without the bias after this fraction of the run; 0 in evaluation."""
     if settings.kind is None or settings.kind.base_share is None or not torch.is_grad_enabled():
         return 0.0
     return settings.kind.base_share(progress)
 
 
-def with_draws(batch: DepthBatch, settings: MTPConfig, seed: tuple[int, int], positions: int) -> DepthBatch:
+def with_draws(batch: DepthBatch, settings: "MTPConfig", seed: tuple[int, int], positions: int) -> DepthBatch:
     """Return a rank's part of a batch together with the random draws of this step.
 
     The draws are the blocks that a block drafter is trained on and, in training with --mtp-hidden-state-mixing, the
@@ -333,7 +335,7 @@ def with_draws(batch: DepthBatch, settings: MTPConfig, seed: tuple[int, int], po
         seed: (run, step).
         positions: positions of a whole sequence.
     """
-    if (blocks := blocks_of(settings.kind, vars(settings))) is not None:
+    if settings.kind is not None and (blocks := settings.kind.blocks(vars(settings))) is not None:
         batch = with_blocks(batch, blocks, seed, positions)
     if settings.mtp_hidden_state_mixing and torch.is_grad_enabled():
         batch = with_ages(batch, seed, positions)

@@ -7,14 +7,16 @@ Letters in names: N positions, V this rank's slice of the vocabulary, D depths.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Self, override
+from typing import TYPE_CHECKING, ClassVar, Self, override
 
 import torch
 from torch import Tensor
 
 from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 from megatron_mtp.model.vocabulary import Vocabulary
-from megatron_mtp.spec.config import MTPConfig
+
+if TYPE_CHECKING:
+    from megatron_mtp.spec.config import MTPConfig
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class TokenLoss(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, settings: MTPConfig) -> Self:
+    def of(cls, settings: "MTPConfig") -> Self:
         """Create the loss from the settings that it reads.
 
         Raises:
@@ -130,7 +132,7 @@ class CrossEntropy(TokenLoss):
 
     @classmethod
     @override
-    def of(cls, settings: MTPConfig) -> Self:
+    def of(cls, settings: "MTPConfig") -> Self:
         return cls(settings.mtp_label_smoothing, settings.mtp_z_loss)
 
     @override
@@ -181,7 +183,7 @@ class PacedCrossEntropy(CrossEntropy):
 
     @classmethod
     @override
-    def of(cls, settings: MTPConfig) -> Self:
+    def of(cls, settings: "MTPConfig") -> Self:
         return cls()
 
     @override

@@ -1,7 +1,6 @@
 """The model: from arguments to a trunk with MTP layers and drafters. Hidden states in, one hidden state per depth out.
 
-arguments.py         Megatron's arguments of a model, and its configuration; changes without TE, Apex or CUDA; patterns
-                     of hybrid models
+arguments.py         Megatron's arguments of a model, and its configuration; patterns of hybrid models
 build.py             configuration to model, and the process group: the only place that builds models
 attachment.py        draft heads on a model of Megatron's own class, by hooks on its forward
 trained_stage.py     the same on a pipeline stage of this package's runs: objectives, absent heads, frozen trunks
@@ -12,6 +11,7 @@ frozen.py            frozen trunks
 hybrid.py            layers of hybrid models, by pattern; MTP layers that are stacks of layers by pattern
 trunk_output.py      outputs of the trunk's forward pass that MTP layers and drafters read
 mtp.py               MultiTokenPredictionLayer: one MTP layer
+around_layers.py     recomputation and quantization of MTP layers, as Megatron does for the trunk's
 mixing.py            hidden-state mixing: which state an MTP layer continues from (--mtp-hidden-state-mixing)
 chain.py             inputs of the MTP layers, and running layers one after another
 mtp_block.py         MultiTokenPredictionBlock: all MTP layers, sequential or parallel

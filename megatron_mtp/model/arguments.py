@@ -3,7 +3,6 @@
 Also parses patterns of hybrid models, without building a model.
 """
 
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from megatron.training.models import hybrid as megatron_hybrid
 from torch import Tensor
 
 from megatron_mtp.megatron.model_arguments import MODEL_ARGUMENTS
+from megatron_mtp.megatron.parser import CUDA, arguments_without, parse_flags
 from megatron_mtp.megatron.patterns import symbols_of_a_layer, trunk_and_depths, without_stages
 from megatron_mtp.spec.attention import AttentionSizes, LatentSizes
 from megatron_mtp.spec.config import (
@@ -27,7 +27,6 @@ from megatron_mtp.spec.config import (
     SHARED_KEYS,
     HeadSettings,
     MTPConfig,
-    add_yarn_arguments,
     drafted_steps,
     heads_of,
     stands_beside,
@@ -35,68 +34,6 @@ from megatron_mtp.spec.config import (
 )
 from megatron_mtp.spec.head import HeadSpec, TrunkSpec
 from megatron_mtp.spec.rope_scaling import MSCALES, megatrons_scaling, scaling_of, yarn_factor
-
-CUDA, TE, APEX = "CUDA device", "Transformer Engine", "Apex's fused weight gradients"
-"""Software and hardware that a machine may not have."""
-
-
-@dataclass(frozen=True)
-class MachineSetting:
-    """A Megatron argument whose default needs something that a machine may lack.
-
-    Attributes:
-        name, value: the argument, and its value on such a machine.
-        needs: requirement of the default. Apex fuses weight gradients of Megatron's own layers.
-        flag: its command-line flag; None for arguments that only matter outside training.
-    """
-
-    name: str
-    value: Any
-    needs: tuple[str, ...]
-    flag: str | None = None
-
-
-MACHINE_SETTINGS = (
-    MachineSetting("transformer_impl", "local", (CUDA, TE), "--transformer-impl local"),
-    MachineSetting("distributed_backend", "gloo", (CUDA,), "--distributed-backend gloo"),
-    MachineSetting("gradient_accumulation_fusion", False, (CUDA, TE, APEX), "--no-gradient-accumulation-fusion"),
-    MachineSetting("persist_layer_norm", False, (CUDA, TE), "--no-persist-layer-norm"),
-    MachineSetting("masked_softmax_fusion", False, (CUDA,), "--no-masked-softmax-fusion"),
-    MachineSetting("apply_rope_fusion", False, (CUDA, TE), "--no-rope-fusion"),
-    MachineSetting("num_workers", 0, (CUDA,), "--num-workers 0"),
-    MachineSetting("bias_swiglu_fusion", False, (CUDA, TE)),
-    MachineSetting("bias_gelu_fusion", False, (CUDA, TE)),
-    MachineSetting("bias_dropout_fusion", False, (CUDA, TE)),
-    MachineSetting("moe_token_dispatcher_type", "allgather", (CUDA, TE)),
-)
-"""Settings that Megatron needs on a machine without one of these, in training, drafting and proofs."""
-
-
-def flags_without(lack: str) -> list[str]:
-    """Return the command-line flags for a machine that lacks this."""
-    return [word for row in MACHINE_SETTINGS if row.flag and lack in row.needs for word in row.flag.split()]
-
-
-def arguments_without(lack: str) -> dict[str, Any]:
-    """Return the arguments of a model that is not trained, on a machine that lacks this."""
-    return {row.name: row.value for row in MACHINE_SETTINGS if lack in row.needs}
-
-
-def parsed(flags: list[str], vocabulary: int) -> Namespace:
-    """Parse flags with Megatron's parser. The vocabulary is padded as for one tensor-parallel rank."""
-    args = parse_flags(flags)
-    multiple = args.make_vocab_size_divisible_by
-    args.padded_vocab_size = -(-vocabulary // multiple) * multiple
-    return args
-
-
-def parse_flags(flags: list[str]) -> Namespace:
-    """Parse flags with Megatron's parser, which only reads `sys.argv`."""
-    argv, sys.argv = sys.argv, ["megatron", *flags]
-    try:
-        return megatrons.parse_args(add_yarn_arguments)
-    finally:
-        sys.argv = argv
 
 
 def completed(stored: Namespace) -> Namespace:

@@ -48,7 +48,7 @@ class DraftHead(Protocol):
 
     @property
     def is_apart(self) -> bool:
-        """Return whether the drafts train nothing of the trunk, its embedding and its head among it."""
+        """Return whether the drafts train nothing of the trunk, including its embedding and output layer."""
 
     def drafts(self, trunk: TrunkOutput, batch: DepthBatch) -> tuple[list[Tensor], Tensor | None]:
         """Inputs of the output head, one a depth, and the logits of their confidence, if there is one."""

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from megatron_mtp.model.around_layers import set_quantization
 from megatron_mtp.model.initialize import fill_absent_layers
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules
-from megatron_mtp.model.mtp_block import MultiTokenPredictionBlock, set_quantization
+from megatron_mtp.model.mtp_block import MultiTokenPredictionBlock
 from megatron_mtp.spec.kinds import DRAFTERS
 from megatron_mtp.spec.registry import Imported
 

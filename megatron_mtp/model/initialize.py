@@ -20,7 +20,7 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack
 from torch import Tensor
 
 from megatron_mtp.model.mtp_block import MultiTokenPredictionBlock
-from megatron_mtp.spec.kinds import DRAFTERS
+from megatron_mtp.spec.kinds import DRAFTERS, FIRST_TAP
 
 
 def fill_absent_layers(
@@ -182,7 +182,7 @@ class RandomWeights:
         return cls(seed, deviation, layers, 0.0 if getattr(settings, "layernorm_zero_centered_gamma", False) else 1.0)
 
     @cached_property
-    def _of_kinds(self) -> dict[str, float | None]:
+    def _of_kinds(self) -> dict[str, float | str | None]:
         """Return initial values of parameters that only some drafter kinds have, by name."""
         return {own: deviation for row in DRAFTERS.values() for own, deviation in row.begins.items()}
 
@@ -200,14 +200,10 @@ class RandomWeights:
         if module == CONVOLUTION:
             bound = 1 / math.sqrt(shape[-1] if name == "weight" else KERNEL)
             return self._uniform(key, shape, part, -bound, bound)
-        if name in ZERO or self._of_kinds.get(name) == 0:
+        if name in ZERO:
             return torch.zeros(tuple(shape))[part]
         if name in self._of_kinds:
-            return (self._of_kinds[name] or self.deviation) * self._normal(key, shape, part)
-        if name == "base_kernel":
-            made = torch.zeros(tuple(shape))
-            made[:, 0] = 1  # a convolution that changes nothing
-            return made[part]
+            return self._of_a_kind(self._of_kinds[name], key, shape, part)
         if name == "D" or (above, module) == (MAMBA, "norm"):  # its gated norm is not zero-centered
             return torch.ones(tuple(shape))[part]
         if name == NORM_WEIGHT or (module.endswith("norm") and name == "weight"):
@@ -223,6 +219,15 @@ class RandomWeights:
             return None
         deviation = self.deviation / math.sqrt(2 * self.layers) if module in TO_RESIDUAL else self.deviation
         return deviation * self._normal(key, shape, part)
+
+    def _of_a_kind(self, begin: float | str | None, key: str, shape: Sequence[int], part: Part) -> Tensor:
+        """A parameter that a kind of drafters has of its own, as `DrafterKind.begins` says."""
+        if begin in (0, FIRST_TAP):
+            made = torch.zeros(tuple(shape))
+            if begin == FIRST_TAP:
+                made[:, 0] = 1
+            return made[part]
+        return (self.deviation if begin is None else float(begin)) * self._normal(key, shape, part)
 
     def _uniform(self, key: str, shape: Sequence[int], part: Part, low: float, high: float) -> Tensor:
         return low + (high - low) * torch.special.ndtr(self._normal(key, shape, part))

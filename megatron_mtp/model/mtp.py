@@ -20,7 +20,6 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
-from megatron.core.enums import Fp8Recipe
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -32,6 +31,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_mtp.model.around_layers import checkpointed
 from megatron_mtp.model.shared_keys import FirstPassKeys
 from megatron_mtp.model.trunk_output import AttentionInputs
 
@@ -275,23 +275,3 @@ def _read_other_names(layer: torch.nn.Module, state: dict[str, Any], prefix: str
         for other in ("transformer_layer.", "mtp_model_layer."):
             if name.startswith(prefix + other):
                 state[f"{prefix}tf_layer.{name.removeprefix(prefix + other)}"] = state.pop(name)
-
-
-def checkpointed[T](
-    run: Callable[..., T], config: TransformerConfig, tp_group: ProcessGroup, hidden_SBH: Tensor, *others: Tensor | None
-) -> T:
-    """Run a function with activation checkpointing: the backward pass recomputes it."""
-    if torch.is_grad_enabled() and not hidden_SBH.requires_grad:
-        # Behind a detached or frozen trunk no input requires a gradient; then the output would have none either.
-        hidden_SBH = hidden_SBH.detach().requires_grad_()
-    inputs = hidden_SBH, *others
-    # --distribute-saved-activations would leave a slice in the input, which the losses need whole.
-    distributes, rng_tracker = False, tensor_parallel.get_cuda_rng_tracker
-    if config.fp8 or config.fp4:
-        from megatron.core.extensions.transformer_engine import te_checkpoint
-
-        # Delayed scaling stashes its amax history only if FP8 is on where the checkpoint begins.
-        delayed = config.fp8 and config.fp8_recipe == Fp8Recipe.delayed
-        with get_fp8_context(config) if delayed else nullcontext():
-            return te_checkpoint(run, distributes, rng_tracker, tp_group, *inputs)
-    return tensor_parallel.checkpoint(run, distributes, *inputs)

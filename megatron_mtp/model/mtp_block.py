@@ -12,7 +12,6 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -170,10 +169,3 @@ class MultiTokenPredictionBlock(MegatronModule):
             assert isinstance(layer, MegatronModule)
             entries.update(layer.sharded_state_dict(f"{prefix}layers.{index}.", sharded_offsets, metadata))
         return entries
-
-
-def set_quantization(block: torch.nn.Module, config: TransformerConfig) -> None:
-    """Pass their part of the quantization recipe to the MTP layers' TE modules, as Megatron does for the trunk's."""
-    for name, module in block.named_modules(prefix="mtp"):
-        if hasattr(module, "finish_init"):
-            module.finish_init(get_quant_config_or_none(name, config.quant_recipe))

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import signature
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,15 +27,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_mtp.data.batch import DepthBatch, shift_left
+from megatron_mtp.model.around_layers import checkpointed, set_quantization
 from megatron_mtp.model.chain import DepthInputs, Layer, chain, padding_mask
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.mixing import mixer_of
-from megatron_mtp.model.mtp import checkpointed
-from megatron_mtp.model.mtp_block import set_quantization
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.shared_embedding import attach_embedding
 from megatron_mtp.model.specs import with_portable_modules
 from megatron_mtp.model.trunk_output import AttentionInputs, TrunkOutput, is_detached
+from megatron_mtp.spec import attached
 
 if TYPE_CHECKING:
     from megatron_mtp.spec.head import HeadSpec
@@ -53,6 +54,46 @@ Refused = list[tuple[Any, str]]
 
 
 # --- what hooks cannot do --------------------------------------------------------------------------------------------
+
+
+def refused_arguments(
+    chunk: Any, heads: Sequence[attached.Head], weight: float | None, block: str, adopts: bool
+) -> Refused:
+    """What was asked of `attach` that the model cannot have."""
+    own, mtp = chunk.config.mtp_num_layers, attached.mtp_among(heads)
+    depths = None if mtp is None else mtp.depths
+    layers = 1 if adopts and chunk.config.mtp_use_repeated_layer else depths or own
+    return [
+        (
+            mtp is not None and depths is None and not adopts,
+            "the model has no MTP layers, and depths is None; give the number of new ones, or settings with a drafter.",
+        ),
+        (
+            adopts and depths not in (None, own),
+            f"the model has {own} MTP layers, and depths is {depths}; give None to train those.",
+        ),
+        (depths is not None and depths < 1, f"depths is {depths}; give 1 or more."),
+        (
+            mtp is not None and mtp.settings.mtp_unroll is not None and layers != 1,
+            f"mtp_unroll is set, which repeats one MTP layer, and the model has {layers}; attach one.",
+        ),
+        (
+            weight is not None and not 0 <= weight < inf,
+            f"weight is {weight}; give 0 or more, such as 0.1, or None to ask for Attached.loss.",
+        ),
+        (
+            any(head.settings.drafter for head in heads)
+            and chunk.vp_stage is not None
+            and chunk.pg_collection.pp.size() == 2
+            and chunk.config.batch_p2p_comm,
+            "batch_p2p_comm is on with virtual stages on two pipeline ranks, where Megatron swaps what goes forward "
+            "with what goes back; set overlap_p2p_comm to True and batch_p2p_comm to False, as its flags do.",
+        ),
+        (
+            block != OWN and (adopts or not hasattr(chunk, "hybrid_stack_spec")),
+            f"block is '{block}', which is the pattern of a hybrid's new MTP layers; give 'own' to other models.",
+        ),
+    ]
 
 
 def refused_models(chunk: Any, adopts: bool) -> Refused:
@@ -316,7 +357,7 @@ class StockHead:
 
     @property
     def is_apart(self) -> bool:
-        """Return whether the drafts train nothing of the trunk, its embedding and its head among it."""
+        """Return whether the drafts train nothing of the trunk, including its embedding and output layer."""
         return is_detached(self.config)
 
     def head_of(self, head: Head) -> Head:

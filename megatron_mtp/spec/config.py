@@ -5,7 +5,7 @@ and live in Megatron's TransformerConfig; here is only what Megatron lacks.
 """
 
 import math
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -95,7 +95,7 @@ def flag_of(name: str) -> str:
 class MTPConfig:
     """Settings that `pretrain_gpt.py` adds to Megatron's flags, one field a flag.
 
-    The name of the loss and `mtp_loss_mix` are checked where the table of losses is: `megatron_mtp.losses.depth_loss`.
+    The name of the loss and `mtp_loss_mix` are checked where the table of losses is: `megatron_mtp.losses.table`.
 
     Raises:
         ValueError: a setting has a value that is not allowed, or two do not fit each other.
@@ -505,6 +505,10 @@ class MTPConfig:
         """The kind of the drafter that is trained; None without one."""
         return None if self.drafter is None else DRAFTERS[self.drafter]
 
+    def lambda_at(self, first: float, progress: float) -> float:
+        """Lambda where so much of its schedule is over, from 0 to 1; `first` is that of the beginning."""
+        return SCHEDULES[self.mtp_loss_schedule](first, self.mtp_loss_final_factor, progress)
+
     def loss_weights(self, depths: int) -> list[float]:
         """The weights of depth 1 .. D.
 
@@ -622,20 +626,3 @@ def number_of(text: str) -> float:
 def are_weights(numbers: Sequence[float]) -> bool:
     """Return whether they are finite, none below 0, and not all 0."""
     return all(0 <= number < math.inf for number in numbers) and any(numbers)
-
-
-def add_yarn_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Flags for YaRN in latent attention that Megatron's configuration has and its parser lacks, with its defaults."""
-    group = parser.add_argument_group("YaRN of multi-latent attention (megatron-mtp)")
-    for flag, kind, default, text in (
-        ("original-max-position-embeddings", int, 4096, "maximum position before the scaling"),
-        ("beta-fast", float, 32.0, "channels with more rotations than this keep their angles"),
-        (
-            "beta-slow",
-            float,
-            1.0,
-            "channels with fewer rotations than this are scaled by the factor",
-        ),
-    ):
-        group.add_argument(f"--{flag}", type=kind, default=default, help=f"{text} (default: {default})")
-    return parser

@@ -146,13 +146,6 @@ def drafts_of(given: Mapping[str, Any]) -> int:
     return int(given.get("drafter_steps") or STEPS)
 
 
-def blocks_of(row: DrafterKind | None, given: Mapping[str, Any]) -> int | None:
-    """Return the number of blocks per sequence that a drafter is trained on; None for drafters without blocks."""
-    if row is None or not row.fills_blocks:
-        return None
-    return given.get("drafter_blocks") or row.settings["drafter_blocks"]
-
-
 def own_numbers(row: DrafterKind, given: Mapping[str, Any]) -> dict[str, int | None]:
     """Return the number of drafter layers and the sizes of its bias, by flag name; None where the kind has none."""
     names = "drafter_num_layers", "drafter_markov_rank", "drafter_gru_size"

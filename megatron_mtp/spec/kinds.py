@@ -14,6 +14,7 @@ Letters in names: K draft tokens.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_mtp.spec.registry import Registry
 
@@ -24,6 +25,10 @@ BLOCK_LAYERS, MARKOV_RANK, BLOCKS, GRU_SIZE = 5, 256, 512, 1024
 """Defaults of block drafters: layers, rank of the bias by the previous token, blocks of a sequence, and state size of a
 bias by all previous tokens.
 """
+
+
+FIRST_TAP = "first tap"
+"""How a convolution [sides, taps, hidden] begins that changes nothing: with 1 at its first tap, and 0 at the others."""
 
 
 def spread_layers(layers: int, depth: int | None = None) -> tuple[int, ...]:
@@ -67,7 +72,7 @@ class DrafterKind:
         base_share: function from the fraction of the run that is completed to the loss weight of the logits without the
             bias; None for 0.
         begins: initial standard deviation of its own parameters by name; 0 for zeros, None for the standard deviation
-            of matrices (--init-method-std).
+            of matrices (--init-method-std), or `FIRST_TAP`.
     """
 
     name: str
@@ -89,7 +94,7 @@ class DrafterKind:
     published_as: str | None = None
     latent_architectures: tuple[str, ...] = ()
     latent_model_type: str = "deepseek_v3"
-    begins: Mapping[str, float | None] = field(default_factory=dict)
+    begins: Mapping[str, float | str | None] = field(default_factory=dict)
     drafts_all: bool = False
     projector_type: str | None = None
     base_share: Callable[[float], float] | None = None
@@ -104,6 +109,10 @@ class DrafterKind:
     def sees_ahead(self) -> bool:
         """Whether rows of a block may attend to later rows of it."""
         return "drafter_causal" in self.settings
+
+    def blocks(self, given: Mapping[str, Any]) -> int | None:
+        """Blocks of a sequence that it is trained on, by settings by the names of their flags; None without."""
+        return given.get("drafter_blocks") or self.settings.get("drafter_blocks")
 
     def can_read(self, chosen: Sequence[int], layers: int) -> bool:
         """Return whether it can read these layers of a trunk with this many layers.
@@ -157,7 +166,7 @@ SETTINGS_OF_BLOCKS: dict[str, int | None] = {
 }
 """Settings of kinds that fill blocks, with their defaults."""
 
-MARKOV: dict[str, float | None] = {"markov_w1": None, "markov_w2": 0}
+MARKOV: dict[str, float | str | None] = {"markov_w1": None, "markov_w2": 0}
 """Initial values of the matrices of a bias by the previous token, None for random: the bias starts at 0."""
 
 DRAFTERS: Registry[DrafterKind] = Registry("megatron_mtp.heads", {})

@@ -37,8 +37,8 @@ from megatron_mtp.spec.config import (
 from megatron_mtp.training.datasets import counted_part, example, read_answers
 from megatron_mtp.training.documents import named_prefixes
 from megatron_mtp.training.flags import CHAT_FLAGS
-from megatron_mtp.training.forward_step import is_packed
 from megatron_mtp.training.needed import OF_DATA, check_needed
+from megatron_mtp.training.reading_stages import is_packed
 from megatron_mtp.training.settings import FIRST_PASS, PATTERN, SHARES, WITHOUT_DEPTHS
 from megatron_mtp.training.short_log import say
 

@@ -33,7 +33,7 @@ from megatron_mtp.data.counted_tokens import Counted, marked, spans_of
 from megatron_mtp.data.sources import first_number
 from megatron_mtp.data.tokenizer import Encoder, read_tokenizer
 from megatron_mtp.training.documents import named_prefixes
-from megatron_mtp.training.forward_step import reads_data
+from megatron_mtp.training.reading_stages import reads_data
 
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:

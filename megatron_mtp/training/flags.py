@@ -23,8 +23,9 @@ from typing import get_args
 import yaml
 
 from megatron_mtp.common.errors import Parser, add_foreign_flags, flags_meant
-from megatron_mtp.losses import LOSSES
-from megatron_mtp.spec.config import MTPConfig, add_yarn_arguments, flag_of
+from megatron_mtp.losses.table import LOSSES
+from megatron_mtp.megatron.parser import add_yarn_arguments
+from megatron_mtp.spec.config import MTPConfig, flag_of
 
 _STEPS = "--drafter-steps (of a drafter) or --mtp-unroll (of a repeated MTP layer)"
 _FROM_FOLDER = "--load, a checkpoint that megatron-mtp convert hf-to-mcore makes of it"

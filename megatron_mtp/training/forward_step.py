@@ -6,7 +6,6 @@ adds the entries of all MTP layers, and slices it for context parallelism.
 Letters in names: D depths, S sequence, B batch.
 """
 
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -16,11 +15,9 @@ import torch
 from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
-from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
 from megatron_mtp.data.batch import (
@@ -34,7 +31,6 @@ from megatron_mtp.data.batch import (
     positions_of_ranks,
     to_device,
 )
-from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import (
     HeadObjective,
     NextTokensObjective,
@@ -45,14 +41,18 @@ from megatron_mtp.losses.objective import (
     scaling_factor,
     with_draws,
 )
+from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.model.packed_rows import PackedRows
 from megatron_mtp.model.stage_output import StageOutput
 from megatron_mtp.spec.config import HEADS, HeadSettings, MTPConfig, drafted_steps, heads_of, trained_depths
-from megatron_mtp.training.documents import numbers_of_contexts
-from megatron_mtp.training.metrics import Metrics
+from megatron_mtp.training.contexts import numbers_of_contexts
+from megatron_mtp.training.reading_stages import reads_data, reads_everything, reads_packed_rows, reads_positions
 from megatron_mtp.training.row_keys import Rows, keys_of
 from megatron_mtp.training.short_log import say
+
+if TYPE_CHECKING:
+    from megatron_mtp.training.metrics import Metrics
 
 if TYPE_CHECKING:
     from megatron_mtp.training.state_cache import StateCache
@@ -89,7 +89,7 @@ class ForwardStep:
     """Megatron's `forward_step_func`, with the settings and metrics of this run."""
 
     settings: MTPConfig
-    metrics: Metrics
+    metrics: "Metrics"
     _named: int | None = field(default=None, init=False)  # the phase that the log named last
     _cache: "StateCache | None" = field(default=None, init=False)
 
@@ -358,50 +358,3 @@ def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:
 def _offsets(batch: dict[str, Any]) -> Tensor:
     """Return the starts of a packed row's documents, and its end, with padding, as attention needs them."""
     return batch["cu_seqlens"] if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"]
-
-
-# --- which pipeline stages read batches ------------------------------------------------------------------------------
-
-
-def reads_data(vp_stage: int | None) -> bool:
-    """Return whether this pipeline stage reads batches and needs its data sets."""
-    return reads_packed_rows() or reads_positions(vp_stage)
-
-
-def reads_packed_rows() -> bool:
-    """Return whether rows are packed, so that attention on every stage needs the start of each document."""
-    return is_packed(get_args())
-
-
-def is_packed(args: Namespace) -> bool:
-    """Return whether rows are packed, from arguments that Megatron has not processed yet."""
-    return bool(args.dataloader_inter_document_masking or args.reads_chats)
-
-
-def reads_positions(vp_stage: int | None) -> bool:
-    """Return whether a stage reads tokens or labels in addition to the offsets of packed rows."""
-    return is_first_or_last_pipeline_stage(vp_stage) or reads_everything(vp_stage)
-
-
-def reads_everything(vp_stage: int | None) -> bool:
-    """Return whether a stage reads tokens, labels and all other entries.
-
-    MTP layers need them, and so do document boundaries in their losses and attention within documents, which Megatron's
-    own script supports only on two stages.
-    """
-    args = get_args()
-    if holds_mtp_depths(vp_stage) or args.reset_attention_mask:
-        return True
-    return bool(args.mtp_num_layers) and mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-
-
-def holds_mtp_depths(vp_stage: int | None) -> bool:
-    """Return whether the MTP layers are on this pipeline stage."""
-    from megatron.training.arguments import core_transformer_config_from_args
-
-    args = get_args()
-    if args.pipeline_model_parallel_layout is None:
-        layout = None
-    else:
-        layout = core_transformer_config_from_args(args).pipeline_model_parallel_layout
-    return mtp_on_this_rank(layout=layout, mtp_num_layers=args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)

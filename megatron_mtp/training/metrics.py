@@ -27,10 +27,10 @@ from megatron_mtp.common.acceptance import EXPECTED_LENGTH, RECORD, AcceptanceSt
 from megatron_mtp.common.files import written_beside
 from megatron_mtp.megatron.checkpoint import TRACKER
 from megatron_mtp.spec.config import HEADS
-from megatron_mtp.spec.head import blocks_of
 from megatron_mtp.spec.kinds import kind_of
 from megatron_mtp.training.best_state import BestState
-from megatron_mtp.training.documents import Documents, by_context, by_source, gathered
+from megatron_mtp.training.contexts import by_context
+from megatron_mtp.training.documents import Documents, by_source, gathered
 from megatron_mtp.training.run_files import (
     DOCUMENTS,
     METRICS,
@@ -393,7 +393,7 @@ def conditions_of(args: Namespace, number: int = 0) -> dict[str, int]:
     """
     batches = args.eval_iters[number] if isinstance(args.eval_iters, list) else args.eval_iters
     made = {"sequences": batches * args.eval_global_batch_size, "sequence length": args.seq_length}
-    blocks = None if args.drafter is None else blocks_of(kind_of(args.drafter), vars(args))
+    blocks = None if args.drafter is None else kind_of(args.drafter).blocks(vars(args))
     return made if blocks is None else {**made, "drafter blocks": min(blocks, args.seq_length)}
 
 

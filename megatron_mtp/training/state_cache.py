@@ -115,9 +115,11 @@ class StateCache:
 
     def _is_there(self, rows: Rows) -> bool:
         """Return whether the trunk need not run; the same on all ranks that compute it together."""
-        if self.store.missing(rows.keys, self.columns):
+        lacks = self.store.missing(rows.keys, self.columns)
+        if lacks:
             self.store.refresh()  # other ranks write as well
-        return not _on_some_rank(self.store.missing(rows.keys, self.columns))
+            lacks = self.store.missing(rows.keys, self.columns)
+        return not _on_some_rank(lacks)
 
     def main_loss(self, batch: DepthBatch, compute: Callable[[], LossSum]) -> LossSum:
         """Return the trunk's loss of the microbatch that just ran, from the cache or by `compute`."""

@@ -9,7 +9,7 @@ from hf_models import make, read
 from transformers import AutoModelForCausalLM
 
 from megatron_mtp.checkpoint.audit.auditing import audit
-from megatron_mtp.model.arguments import CUDA, TE, flags_without
+from megatron_mtp.megatron.parser import CUDA, TE, flags_without
 
 SCRIPT = (Path(__file__).parents[1] / "support" / "users_pretrain_gpt.py").read_text(encoding="utf-8")
 ON_A_CPU = """

@@ -107,7 +107,7 @@ def test_state_in_buffers_is_saved_again_first(tmp_path: Path) -> None:
     case, again = Case(1, 2, "--use-distributed-optimizer"), Case(1, 2, BY_PARAMETER)
     run(tmp_path, "first", case, 1, f"--exit-interval {HALF}")
     init = f"--mtp-init last-layer --load {tmp_path}"
-    with pytest.raises(AssertionError, match="in buffers of all parameters, which cannot go on with 2; save it again"):
+    with pytest.raises(AssertionError, match=r"buffers of all parameters.* 2; save it again"):
         run(tmp_path, "second", case, 2, f"{init}/first")
     run(tmp_path, "again", again, 1, f"--load {tmp_path / 'first'} --exit-interval {HALF + 1}")
     assert "layer 2 begins" in run(tmp_path, "second", again, 2, f"{init}/again")

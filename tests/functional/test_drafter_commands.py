@@ -529,9 +529,9 @@ def test_a_run_goes_on_with_one_of_both_and_says_what_it_leaves_out(
 def test_two_lists_of_drafted_tokens_are_refused(beside: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other.txt").write_text("1\n2\n100\n")
     words = command("--load", f"{beside}/both", *MTP, *DRAFTER, "--mtp-draft-vocab-file", f"{tmp_path}/other.txt")
-    with pytest.raises(AssertionError, match=r"other.txt, but the MTP layers of .* were trained to draft 58 other"):
+    with pytest.raises(AssertionError, match=r"other.txt, .* were trained to draft 58 other"):
         launch.run(words, tmp_path / "log")
     monkeypatch.setattr(loading, "stored_draft_vocabulary", lambda _, of_drafter: torch.tensor([1, 2 + of_drafter]))
     folder, args = DistReader(beside / "both").folder, DistReader(beside / "both").common()["args"]
-    with pytest.raises(ValueError, match="and its MTP layers draft other tokens, but together they have one"):
+    with pytest.raises(ValueError, match="its MTP layers draft other tokens"):
         loading._stored_draft_vocabulary(folder, args)

@@ -10,7 +10,7 @@ from megatron_mtp.cli import recipes as verb
 from megatron_mtp.cli.attach_probe import choice
 from megatron_mtp.cli.attach_training import training_of
 from megatron_mtp.megatron.runtime import prepare
-from megatron_mtp.recipes import recipe
+from megatron_mtp.training import recipe
 
 prepare()
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, embedding, silu
 
 from megatron_mtp.data.batch import with_blocks
-from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import depth_weights
+from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.spec.config import MTPConfig
 

@@ -80,7 +80,7 @@ def _keys(keys: Iterable[str]) -> list[str]:
 def _config_keys() -> Names:
     """Of `--speculative-config`; the fields of MTPConfig, which are flags and stored arguments; names of losses."""
     from megatron_mtp.decoding.config import COMMON_KEYS, PROPOSERS, VERIFIERS, keys
-    from megatron_mtp.losses import LOSSES
+    from megatron_mtp.losses.table import LOSSES
     from megatron_mtp.spec.config import MTPConfig
 
     made = {"speculative config": COMMON_KEYS, "MTPConfig": [field.name for field in fields(MTPConfig)]}

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_mtp.losses import depth_loss, linear_cross_entropy
+from megatron_mtp.losses import linear_cross_entropy
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, linear_loss
 from megatron_mtp.losses.reference import plain_loss
+from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.vocabulary import Vocabulary
 from megatron_mtp.spec.config import MTPConfig

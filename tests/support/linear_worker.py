@@ -13,7 +13,7 @@ import torch
 from linear_cases import SETTINGS, Case, worst
 from torch import Tensor
 
-from megatron_mtp.losses import depth_loss
+from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.losses.token_loss import Chunk
 from megatron_mtp.model.vocabulary import Vocabulary
 from megatron_mtp.spec.config import MTPConfig

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_mtp.training import forward_step
+from megatron_mtp.training import forward_step, reading_stages
 
 
 def set_packed_run(monkeypatch: pytest.MonkeyPatch, rows: int, length: int, depths: int) -> None:
@@ -22,5 +22,6 @@ def set_packed_run(monkeypatch: pytest.MonkeyPatch, rows: int, length: int, dept
         reset_attention_mask=False,
         eod_mask_loss=False,
     )
-    monkeypatch.setattr(forward_step, "get_args", lambda: args)
-    monkeypatch.setattr(forward_step, "is_first_or_last_pipeline_stage", lambda _: True)
+    for module in (forward_step, reading_stages):
+        monkeypatch.setattr(module, "get_args", lambda: args)
+    monkeypatch.setattr(reading_stages, "is_first_or_last_pipeline_stage", lambda _: True)

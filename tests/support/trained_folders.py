@@ -7,7 +7,8 @@ import torch
 from megatron.core import dist_checkpointing
 
 from megatron_mtp.megatron.checkpoint import TRACKER
-from megatron_mtp.model.arguments import completed, config_of, parsed
+from megatron_mtp.megatron.parser import parsed
+from megatron_mtp.model.arguments import completed, config_of
 from megatron_mtp.model.build import build
 
 TINY = (

@@ -18,7 +18,8 @@ from interpreted import planted
 from linear_cases import SETTINGS, Case, worst
 from triton.runtime.interpreter import InterpreterBuilder
 
-from megatron_mtp.losses import depth_loss, linear_cross_entropy, triton_chunk, triton_kernels
+from megatron_mtp.losses import linear_cross_entropy, triton_chunk, triton_kernels
+from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 from megatron_mtp.model.vocabulary import Vocabulary
 from megatron_mtp.spec.config import MTPConfig

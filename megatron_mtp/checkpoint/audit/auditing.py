@@ -254,7 +254,7 @@ def _arguments(side: Side) -> Namespace | None:
 
     Raise ValueError if none are stored.
     """
-    from megatron_mtp.model.arguments import parsed
+    from megatron_mtp.megatron.parser import parsed
 
     if isinstance(side, MegatronSide):
         if side.args_from != FROM_CHECKPOINT:

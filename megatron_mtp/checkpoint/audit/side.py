@@ -367,7 +367,7 @@ class HFSide(Opened):
 
     @property
     def parts(self) -> Parts:
-        """Patterns of its names."""
+        """How its names are read."""
         key = None if self.family is None or self.family.depths is None else self.family.depths.layers_key
         stages = frozenset() if self.inside is None else self.inside.names
         if key is None or self.config is None:
@@ -460,7 +460,7 @@ class DrafterSide(HFSide):
 
     @property
     def parts(self) -> Parts:
-        """Patterns of its names."""
+        """How its names are read."""
         return Parts(None, drafter=True)
 
     def rules(self, depths: int = 0, reader: DistReader | None = None) -> list[Rule]:

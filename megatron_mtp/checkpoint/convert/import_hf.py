@@ -23,7 +23,7 @@ from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, QuantizationSetting
 from megatron_mtp.common.acceptance import RECORD, carry_record
 from megatron_mtp.common.files import without_weights
 from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, HF_FILES, ORIGIN
-from megatron_mtp.model.arguments import parsed
+from megatron_mtp.megatron.parser import parsed
 from megatron_mtp.model.draft_vocabulary import tokens_of_file
 from megatron_mtp.spec.config import SHARED_KEYS, trained_depths
 

@@ -32,7 +32,7 @@ from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32, random_
 from megatron_mtp.data.tokenizer import read_tokenizer
 from megatron_mtp.megatron.checkpoint import HF_FILES
 from megatron_mtp.megatron.checkpoint.reader import DistReader, StoredDepths, equal_bits
-from megatron_mtp.model.arguments import parsed
+from megatron_mtp.megatron.parser import parsed
 from megatron_mtp.model.rope import place
 
 TOLERANCE = 3e-5

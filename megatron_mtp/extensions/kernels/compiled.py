@@ -21,7 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from megatron_mtp.extensions.kernels.cards import CARDS, H200
-from megatron_mtp.losses import LOSSES, depth_loss, triton_chunk, triton_kernels
+from megatron_mtp.losses import triton_chunk, triton_kernels
+from megatron_mtp.losses.table import LOSSES, depth_loss
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.vocabulary import Vocabulary

@@ -11,6 +11,9 @@ planning.py    placements of D = 0..4 beside each other, and the recommended one
 decoding.py    speed-up of drafting with K = 1..7
 report.py      the plan as text and as JSON
 picture.py     the plan as one HTML page, drawn with plotly
+dry_run.py     what train --dry-run prints: flags, layout, parameters and memory of a job
+elsewhere.py   what of a job is not on this machine: files, GPUs and their libraries
+built.py       the model of a job, built without storage, and its parameters
 here.py        rates of this machine, measured
 command.py     megatron-mtp plan
 """

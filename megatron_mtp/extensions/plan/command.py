@@ -1,4 +1,7 @@
-"""`megatron-mtp plan`: a launch line, a GPU and their number in; memory, time and a placement out."""
+"""`megatron-mtp plan`: a launch line, a GPU and their number in; memory, time and a placement out.
+
+`train --dry-run` asks for the plan of its job here, through the table of verbs (`of_job`).
+"""
 
 import json
 from argparse import Namespace
@@ -33,7 +36,7 @@ EXAMPLES = """examples:
 
 
 def parser(program: str) -> Parser:
-    """The parser of the command's flags."""
+    """Create the parser of the command."""
     made = Parser(
         program,
         usage=f"{program} --gpu NAME --gpus N [--model FOLDER] [...] -- LAUNCH LINE",
@@ -78,6 +81,13 @@ def main(arguments: list[str], program: str) -> int:
     """Plan and print; bad input ends with one sentence and exit status 2."""
     args = parser(program).parse_with_line(arguments)
     return status_of(program, lambda: _print(args))
+
+
+def of_job(argv: list[str], ranks: int) -> str:
+    """What `train --dry-run` prints: see `dry_run.plan`."""
+    from megatron_mtp.extensions.plan.dry_run import plan
+
+    return plan(argv, ranks)
 
 
 def _print(args: Namespace) -> int:

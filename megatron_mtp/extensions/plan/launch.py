@@ -6,6 +6,7 @@ takes longer than the plan.
 """
 
 import re
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -210,6 +211,26 @@ def read(words: Sequence[str]) -> Line:
     granularity = "selective" if line.recompute_activations else line.recompute_granularity
     depths = line.mtp_num_layers or (line.hybrid_layer_pattern or "").count("/") or None
     return replace(line, recompute_granularity=granularity, mtp_num_layers=depths)
+
+
+def of_arguments(line: Line, args: Namespace) -> Line:
+    """The line with the values that Megatron's parser has derived or found in a checkpoint, where it keeps their type.
+
+    Args:
+        line: as the words give it.
+        args: validated by Megatron.
+    """
+    derived = {name: getattr(args, name, None) for name, kind in KINDS.items() if get_origin(kind) is not tuple}
+    found = {name: value for name, value in derived.items() if value is not None and isinstance(value, KINDS[name])}
+    freq = args.moe_layer_freq
+    of_other_forms = {
+        "fp8_format": args.fp8,
+        "disable_bias_linear": not args.add_bias_linear,
+        "moe_layer_freq": "+".join(f"[{one}]" for one in freq) if isinstance(freq, list) else str(freq),
+        "vocab_size": args.padded_vocab_size,
+        "make_vocab_size_divisible_by": 1,
+    }
+    return replace(line, **found | of_other_forms)
 
 
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_mtp.extensions.plan.decoding import MOST, Accepted, DraftDecoder
 from megatron_mtp.extensions.plan.hardware import GIB
 from megatron_mtp.extensions.plan.memory import PARTS as HELD
+from megatron_mtp.extensions.plan.memory import Held
 from megatron_mtp.extensions.plan.planning import NAIVE, Option, Plan
 from megatron_mtp.extensions.plan.step_time import OF_STEP, PARTS
 
@@ -118,11 +119,16 @@ def _stages(option: Option) -> str:
 
 
 def _memory(option: Option) -> str:
+    return f"memory of a rank, GiB ({option.name}, D = {option.depths})\n{memory_table(option.memory)}"
+
+
+def memory_table(stages: Sequence[Held]) -> str:
+    """What a rank of every stage holds, in GiB."""
     rows: list[tuple[str, ...]] = [("stage", *HELD, "GiB")]
-    for rank, held in enumerate(option.memory):
+    for rank, held in enumerate(stages):
         cells = [f"{held.parts[part] / GIB:.2f}" for part in HELD]
         rows.append((str(rank), *cells, f"{held.total / GIB:.2f}"))
-    return f"memory of a rank, GiB ({option.name}, D = {option.depths})\n{_table(rows)}"
+    return _table(rows)
 
 
 def _time(option: Option) -> str:

@@ -32,7 +32,7 @@ EXAMPLES = """examples:
 
 
 def parser(program: str) -> Parser:
-    """The parser of the command's flags."""
+    """Create the parser of the command."""
     made = Parser(
         program,
         usage=f"{program} [--megatron DIR] [--attached] [--all] [--report FILE] [--json] -- LAUNCH LINE",

@@ -1,6 +1,7 @@
 """Table row of DFlash2: layers that it reads, loss, settings and parts."""
 
 from megatron_mtp.spec.kinds import (
+    FIRST_TAP,
     MARKOV,
     MARKOV_RANK,
     SETTINGS_OF_BLOCKS,
@@ -28,5 +29,5 @@ ROW = DrafterKind(
     settings={**SETTINGS_OF_BLOCKS, "drafter_markov_rank": MARKOV_RANK},
     idle_rows=1,
     drafts_all=True,
-    begins={**MARKOV, "markov_projection": None, "kernel_projection": 0},
+    begins={**MARKOV, "base_kernel": FIRST_TAP, "markov_projection": None, "kernel_projection": 0},
 )

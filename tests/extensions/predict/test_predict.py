@@ -434,7 +434,7 @@ def test_bad_input_ends_with_one_sentence(
 
 
 def test_a_family_that_an_engine_lacks_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(ValueError, match=r"no rules of llama.cpp .* 'mimo', whatever .* it has them for glm4_moe"):
+    with pytest.raises(ValueError, match=r"no rules of llama.cpp .* 'mimo', .* for glm4_moe"):
         ENGINES["llama.cpp"].feeding("mimo", 1)
 
 

@@ -133,7 +133,7 @@ def test_the_policys_clip_does_not_see_the_heads_gradients() -> None:
     assert rates == {"policy": 1e-2, "dspark": 1e-2, "mtp": 1e-3, "eagle3": 1e-1}
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(weights[1])
     assert attached is not None
-    with pytest.raises(ValueError, match="lr is given for eagle; give it for policy, dspark, mtp, eagle3"):
+    with pytest.raises(ValueError, match="lr is given for eagle; give it for policy, dspark, mtp"):
         attached.parameter_groups(lr={"eagle": 1.0})
 
 
@@ -273,9 +273,7 @@ def test_the_first_of_two_forwards_cannot_be_asked_for_after_the_second() -> Non
     (model, attached), pair = with_several(), [make_batch(STEPS, seed=seed) for seed in (2, 3)]
     for batch in pair:
         forward(model, batch)
-    with pytest.raises(
-        ValueError, match=r"2 forwards of the model have run since the last loss .* these tokens are not"
-    ):
+    with pytest.raises(ValueError, match=r"2 forwards .* since the last loss .* these tokens are not"):
         attached.loss(*given(pair[0]))
 
 
@@ -322,7 +320,7 @@ def test_a_drafter_that_fsdp_has_sharded_by_itself_is_refused() -> None:
     fully_shard(model.drafter_eagle3, mesh=mesh)
     fully_shard(model, mesh=mesh)
     forward(model, batch)
-    with pytest.raises(ValueError, match=r"FSDP has sharded .* or a drafter by itself, and gathers it in that"):
+    with pytest.raises(ValueError, match=r"FSDP has sharded .* or a drafter by itself"):
         attached.loss(*given(batch))
 
 
@@ -332,7 +330,7 @@ def test_megatron_fsdp_is_refused() -> None:
     for weight in model.parameters():
         weight._megatron_fsdp_model = model
     forward(model, batch)
-    with pytest.raises(ValueError, match="Megatron-FSDP has wrapped the model, and gathers the output layer and the"):
+    with pytest.raises(ValueError, match="Megatron-FSDP has wrapped the model"):
         attached.loss(*given(batch))
 
 
@@ -396,7 +394,7 @@ def test_a_checkpoint_of_another_draft_vocabulary_is_refused(tmp_path: Path) -> 
     state = model.state_dict()
     model.load_state_dict(state)
     state["drafter_eagle3.draft_vocabulary"] = state["drafter_eagle3.draft_vocabulary"] + 1
-    with pytest.raises(ValueError, match="the checkpoint's drafter_eagle3 drafts other tokens than mtp_draft_vocab"):
+    with pytest.raises(ValueError, match="drafter_eagle3 drafts other tokens than mtp_draft_vocab"):
         model.load_state_dict(state)
 
 
@@ -404,7 +402,7 @@ def test_a_draft_vocabulary_that_cannot_be_read_leaves_the_model_as_it_was(tmp_p
     (tmp_path / "ids").write_text("4\n999\n")
     model = stock("dense", **LAYERS)
     names = {name for name, _ in model.named_parameters()}
-    with pytest.raises(ValueError, match=r"mtp_draft_vocab_file is .*which has the id 999, and ids are 0 to"):
+    with pytest.raises(ValueError, match=r"mtp_draft_vocab_file is .*has the id 999, and ids are 0 to"):
         attach(model, heads=[Head(settings_of("eagle3", mtp_draft_vocab_file=str(tmp_path / "ids")))])
     assert {name for name, _ in model.named_parameters()} == names
 
@@ -450,7 +448,7 @@ def test_a_policys_checkpoint_loads_strictly_with_and_without_the_heads() -> Non
     )
     before = {name: each.clone() for name, each in model.named_parameters()}
     assert {name.partition(".")[0] for name in heads} == {"drafter_dspark", "mtp", "drafter_eagle3"}
-    with pytest.warns(UserWarning, match="the checkpoint has no drafter_dspark, drafter_eagle3, mtp, which stay"):
+    with pytest.warns(UserWarning, match="has no drafter_dspark, drafter_eagle3, mtp, which stay"):
         model.load_state_dict(policy, strict=True)
     for name, each in model.named_parameters():
         assert torch.equal(each, before[name] if name in heads else policy[name]), name
@@ -490,7 +488,7 @@ def test_a_named_head_is_exported_as_if_it_were_alone(name: str, tmp_path: Path)
     assert all(torch.equal(of_several[key], value) for key, value in expected.items())
     configs = {(tmp_path / folder / "config.json").read_text() for folder in ("of several", "alone")}
     assert len(configs) == 1
-    with pytest.raises(ValueError, match="head is None, and the model has the drafters dspark, eagle3; give one of"):
+    with pytest.raises(ValueError, match=r"head is None, .* drafters dspark, eagle3; give one"):
         next(export_drafter_weights(model))
     with pytest.raises(ValueError, match="head is 'mtp', and the model has the drafters dspark, eagle3"):
         export_drafter(model, tmp_path / "none", "mtp")

@@ -236,7 +236,7 @@ def test_tokens_of_another_forward_are_refused(part: tuple[slice, slice]) -> Non
     attached = attach(model, 2)
     model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
     given = (batch[name][part] for name in ("tokens", "labels", "loss_mask"))
-    with pytest.raises(ValueError, match=r"tokens .* had states \[S, B\] of \(16, 3\) on this rank; give the whole"):
+    with pytest.raises(ValueError, match=r"tokens .* \[S, B\] of \(16, 3\) .*; give the whole"):
         attached.loss(*given)
 
 
@@ -400,7 +400,7 @@ def test_a_second_loss_of_a_forward_is_refused_with_and_without_gradients() -> N
         with torch.set_grad_enabled(records):
             forward(model, batch)
             shown(attached, batch)
-            with pytest.raises(ValueError, match=r"no forward of the model has run since .* call the model first\."):
+            with pytest.raises(ValueError, match=r"no forward .* has run since .* call the model first"):
                 shown(attached, batch)
 
 
@@ -425,7 +425,7 @@ def test_the_loss_of_a_forward_before_the_last_is_refused() -> None:
     attached = attach(model, 2)
     for each in (chosen, rejected):
         forward(model, each)
-    with pytest.raises(ValueError, match=r"2 forwards of the model have run .* ask for the loss after each forward"):
+    with pytest.raises(ValueError, match=r"2 forwards .* ask for the loss after each forward"):
         shown(attached, chosen)
     assert shown(attached, rejected)
 
@@ -449,7 +449,7 @@ def test_a_checkpoint_around_the_model_trains_the_trunk_or_is_refused(
         model.zero_grad()
         logits = checkpoint(run, input_BS, use_reentrant=reentrant) if checkpoints else run(input_BS)
         if checkpoints and reentrant and settings is None:
-            with pytest.raises(ValueError, match=r"ran without gradients, .* reentrant checkpoint .* mtp_train_only"):
+            with pytest.raises(ValueError, match=r"without gradients, .* reentrant .* mtp_train_only"):
                 attached.loss(*given)
             return
         (loss_of_logits(model, logits, batch) + attached.loss(*given).loss).backward()
@@ -464,7 +464,7 @@ def test_a_stage_without_tokens_says_so() -> None:
     model, batch = stock("dense"), make_batch(2)
     attach(model, 2, weight=0.3)
     embedded_SBH = model.embedding(input_ids=batch["tokens"], position_ids=batch["position_ids"])
-    with pytest.raises(ValueError, match="last pipeline stage has no input_ids, which its MTP layers read; give"):
+    with pytest.raises(ValueError, match=r"last pipeline stage has no input_ids, .*; give"):
         model(None, None, None, decoder_input=embedded_SBH, labels=batch["labels"])
     assert model.mtp_process
     assert model.config.mtp_num_layers == 2
@@ -789,7 +789,7 @@ def test_a_trunk_of_several_residual_streams_is_refused_by_its_layers() -> None:
     """Its flag has one name in Megatron's main and another one in its dev branch."""
     model = stock("dense")
     model.decoder.layers[0].mlp_hyper_connection = type("HyperConnectionModule", (torch.nn.Module,), {})()
-    with pytest.raises(ValueError, match="layers have hyper-connections, which give it several residual streams"):
+    with pytest.raises(ValueError, match=r"hyper-connections, .* several residual streams"):
         attach(model, 2)
     assert not hasattr(model, "mtp")
 
@@ -805,7 +805,7 @@ def test_a_pattern_that_fails_leaves_the_model_for_another_call() -> None:
 def test_a_chunk_that_is_refused_leaves_the_others_as_they_are() -> None:
     first, last = stock("dense"), stock("dense")
     last.config.mtp_standalone = True
-    with pytest.raises(ValueError, match="the pipeline layout gives the MTP layers a stage of their own"):
+    with pytest.raises(ValueError, match="layout gives the MTP layers a stage of their own"):
         attach([first, last], 2)
     assert not hasattr(first, "mtp")
     assert first.config.mtp_num_layers is None
@@ -816,7 +816,7 @@ def test_a_second_model_of_a_shared_configuration_says_so() -> None:
     policy, reference = stock("dense"), stock("dense")
     reference.config = policy.config
     attach(policy, 2)
-    with pytest.raises(ValueError, match=r"no MTP block; .* If it shares its configuration with a model that has att"):
+    with pytest.raises(ValueError, match=r"no MTP block; .* shares its configuration"):
         attach(reference, 2)
 
 
@@ -827,7 +827,7 @@ def test_a_model_that_is_wrapped_already_is_refused_new_layers_and_trains_its_ow
         model = stock("dense", depths=depths)
         draw(model)
         wrapped.append(DistributedDataParallel(model.config, DistributedDataParallelConfig(), model))
-    with pytest.raises(ValueError, match=r"the model is wrapped for data parallelism, .* give attach to register_pre_"):
+    with pytest.raises(ValueError, match=r"wrapped for data parallelism, .* attach to register_pre_"):
         attach(wrapped[0], 2)
     attached = attach(wrapped[1])
     wrapped[1].zero_grad_buffer()
@@ -839,7 +839,7 @@ def test_a_model_that_is_wrapped_already_is_refused_new_layers_and_trains_its_ow
 def test_a_model_that_fsdp_has_sharded_is_refused_new_layers() -> None:
     model = stock("dense")
     fully_shard(model, mesh=DeviceMesh.from_group(torch.distributed.group.WORLD, "cpu"))
-    with pytest.raises(ValueError, match="the model is wrapped for data parallelism, whose buffers have no place for"):
+    with pytest.raises(ValueError, match="wrapped for data parallelism, whose buffers have no place"):
         attach(model, 2)
 
 
@@ -852,9 +852,7 @@ def test_parts_that_fsdp_gathers_in_their_own_forward_are_refused(part: str) -> 
     fully_shard(model.get_submodule(part), mesh=mesh)
     fully_shard(model, mesh=mesh)
     model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
-    with pytest.raises(
-        ValueError, match="FSDP has sharded the output layer, the tied embedding, an MTP layer or a drafter"
-    ):
+    with pytest.raises(ValueError, match=r"FSDP has sharded the output layer, .* MTP layer"):
         attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"])
 
 
@@ -880,21 +878,21 @@ def test_the_fsdp_of_the_whole_model_trains_the_depths() -> None:
 def test_learned_positions_under_context_parallelism_are_refused() -> None:
     model = stock("dense", position="learned_absolute")
     model.pg_collection.cp = SimpleNamespace(size=lambda: 2)
-    with pytest.raises(ValueError, match="learned_absolute positions of later tokens lie on other context-parallel"):
+    with pytest.raises(ValueError, match=r"learned_absolute positions .* other context-parallel"):
         attach(model, 2)
 
 
 def test_a_model_of_another_library_is_refused() -> None:
-    with pytest.raises(ValueError, match="the model is a Linear, and MTP layers are attached to a GPTModel or Hybrid"):
+    with pytest.raises(ValueError, match=r"the model is a Linear, .* a GPTModel or Hybrid"):
         attach(torch.nn.Linear(2, 2), 2)
 
 
 def test_layers_are_attached_once_and_not_to_this_packages_models() -> None:
     model = stock("dense")
     attach(model, 2)
-    with pytest.raises(ValueError, match="MTP layers are attached to this model already; use what attach returned"):
+    with pytest.raises(ValueError, match="attached to this model already; use what attach returned"):
         attach(model)
-    with pytest.raises(ValueError, match="not of Megatron's class; models of this package train by mtp_loss"):
+    with pytest.raises(ValueError, match=r"not of Megatron's class; .* train by mtp_loss"):
         attach(our_model(2))
 
 
@@ -902,7 +900,7 @@ def test_frozen_layers_are_refused() -> None:
     """LoRA freezes all of a model, its MTP layers too, and then trains what it targets."""
     model = stock("dense", depths=2)
     model.requires_grad_(False)
-    with pytest.raises(ValueError, match="MTP layers are frozen, as PEFT leaves them; let it target their modules"):
+    with pytest.raises(ValueError, match="frozen, as PEFT leaves them; let it target their modules"):
         attach(model)
     next(model.mtp.parameters()).requires_grad_(True)
     attach(model)
@@ -931,7 +929,7 @@ def test_a_decoder_that_returns_more_than_states_is_named() -> None:
     model, batch = stock("dense"), make_batch(2)
     model.decoder.register_forward_hook(lambda _, __, made: (made, made))
     attach(model, 2)
-    with pytest.raises(ValueError, match="the model's decoder returns a tuple, and MTP layers read a tensor"):
+    with pytest.raises(ValueError, match="decoder returns a tuple, and MTP layers read a tensor"):
         model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
 
 

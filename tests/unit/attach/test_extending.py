@@ -273,7 +273,7 @@ def test_a_kind_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "adder/row.py").unlink()
     monkeypatch.syspath_prepend(str(tmp_path))
     ask_again(DRAFTERS)
-    with pytest.raises(ValueError, match=r"'adder' registers 'adder' in megatron_mtp.heads, but adder.row:ROW cannot"):
+    with pytest.raises(ValueError, match=r"registers 'adder' in megatron_mtp.heads, but adder.row:ROW"):
         list(DRAFTERS.values())
     monkeypatch.undo()
     ask_again(DRAFTERS)

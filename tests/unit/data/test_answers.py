@@ -77,7 +77,7 @@ def test_data_without_answers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="damaged or of other samples than the 2 of"):
         read_answers(prefix)
     file.unlink()
-    with pytest.raises(ValueError, match="is missing, which has the positions of answers; give data of megatron-mtp"):
+    with pytest.raises(ValueError, match=r"is missing, .* positions of answers; give data of"):
         read_answers(prefix)
 
 

@@ -167,7 +167,7 @@ def of_template(template: str, folder: Path, tagged: bool = False) -> PreTrained
 
 def test_a_call_that_a_template_drops_is_refused(tmp_path: Path) -> None:
     encoder = ChatEncoder(of_template(HEAD + "{{ m.content }}" + TAIL, tmp_path))
-    with pytest.raises(TurnError, match="makes '<E>' of it, which does not hold its call of 'add'; give a template"):
+    with pytest.raises(TurnError, match=r"'<E>' .* does not hold its call of 'add'; give a template"):
         encoder.encode(CALL)
 
 
@@ -239,7 +239,7 @@ def test_content_that_ends_a_text_is_refused(tmp_path: Path) -> None:
 
 def test_a_role_that_the_template_does_not_name_is_refused(tmp_path: Path) -> None:
     chat = Chat([{"role": "critic", "content": "c"}, user("q"), said("a")])
-    with pytest.raises(TurnError, match="message 1 has the role 'critic', which the chat template does not name; give"):
+    with pytest.raises(TurnError, match=r"message 1 has the role 'critic', .*; give"):
         ChatEncoder(of_template(MADE.template, tmp_path)).encode(chat)
     named = ChatEncoder(of_template("{% set known = 'critic' %}" + MADE.template, tmp_path))
     assert len(named.encode(chat)) == 1
@@ -623,7 +623,7 @@ def test_a_rank_waits_for_the_dataset_only_as_long_as_it_grows(
     pauses = itertools.count()
     monkeypatch.setattr(datasets, "sleep", sleep)
     (tmp_path / "cache").mkdir()
-    with pytest.raises(ValueError, match=r"rank 0 has written nothing at .* for 10 minutes .* all nodes share"):
+    with pytest.raises(ValueError, match=r"rank 0 .* nothing at .* for 10 minutes .* all nodes share"):
         make_chats(waiting)
     assert next(pauses) == 30 + 10
 

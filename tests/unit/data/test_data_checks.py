@@ -34,7 +34,7 @@ def test_whole_blends_pass(blend: str) -> None:
 
 @pytest.mark.parametrize("weight", ["0", "-1", "nan", "1e400"])
 def test_a_weight_that_is_none_is_refused(weight: str) -> None:
-    with pytest.raises(ValueError, match=f"--data-path: {weight} is not a weight of a dataset; give a number above 0."):
+    with pytest.raises(ValueError, match=f"--data-path: {weight} is not a weight of a dataset; give a number"):
         check_weights(["0.5", "a", weight, "b"])
 
 
@@ -139,10 +139,10 @@ def test_a_corpus_of_another_vocabulary_is_refused(prefix: str, tmp_path: Path) 
     )
     for fits in (own, same, str(tmp_path)):  # what has no tokenizer.json cannot be compared
         checks.check_tokenizer([prefix], fits)
-    with pytest.raises(ValueError, match=r"^--data-path: the dataset .* whose vocabulary is not that of --tokenizer-m"):
+    with pytest.raises(ValueError, match=r"^--data-path: .* vocabulary is not that of --tokenizer-m"):
         checks.check_tokenizer([prefix], other)
     Path(f"{prefix}.json").write_text(json.dumps({"vocabulary_sha256": "of another one"}))
-    with pytest.raises(ValueError, match=r"was made with the tokenizer None, whose vocabulary is not that of"):
+    with pytest.raises(ValueError, match="the tokenizer None, whose vocabulary is not that of"):
         checks.check_tokenizer([prefix], other)
 
 
@@ -159,7 +159,5 @@ def test_splits_with_text_in_every_part_pass(split: str, tmp_path: Path) -> None
 def test_a_part_without_text_is_refused(split: str, part: str, tmp_path: Path) -> None:
     """In which Megatron would look for text forever."""
     prefix = write_dataset(tmp_path / "c", [[5, 6, 0], [9, 0], [7, 0]])
-    with pytest.raises(
-        ValueError, match=f"--split is {split}, which of the 3 documents of '{prefix}' leaves none for {part}"
-    ):
+    with pytest.raises(ValueError, match=rf"--split is {split}, .* '{prefix}' leaves none for {part}"):
         check_split([prefix], split)

@@ -51,7 +51,7 @@ def test_sampling_defaults_are_those_that_change_something(tmp_path: Path) -> No
 def test_a_damaged_generation_config_is_named(tmp_path: Path) -> None:
     tokenizer = read_tokenizer(train_bpe(["abc"], 258, tmp_path))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [')
-    with pytest.raises(ValueError, match=r"generation_config.json holds no JSON object; fetch or write it again"):
+    with pytest.raises(ValueError, match=r"generation_config.json holds no JSON object; fetch"):
         end_tokens(tokenizer)
 
 

@@ -96,10 +96,10 @@ def test_a_missing_package_and_a_damaged_model_are_one_sentence(
     file = model(tmp_path) / "tokenizer.model"
     with monkeypatch.context() as context:
         context.setitem(sys.modules, "sentencepiece", None)
-        with pytest.raises(ValueError, match=r"is a SentencePiece model; pip install sentencepiece to read it\.$"):
+        with pytest.raises(ValueError, match="a SentencePiece model; pip install sentencepiece"):
             read_tokenizer(tmp_path)
     file.write_bytes(b"no model")
-    with pytest.raises(ValueError, match=r"tokenizer\.model is not a SentencePiece model \(.*fetch it again\.$"):
+    with pytest.raises(ValueError, match=r"tokenizer\.model is not a SentencePiece .*fetch it again"):
         read_tokenizer(tmp_path)
 
 

@@ -63,7 +63,7 @@ def test_damaged_sources_are_refused_and_absent_ones_are_the_corpus(corpus: Path
     whole, about = file.read_bytes(), sidecar.read_text()
     for damaged in (whole[:-4], b"junk"):
         file.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"c.sources.npy' is damaged, or of another corpus than .*c.idx'; make"):
+        with pytest.raises(ValueError, match=r"c.sources.npy' is damaged, .*c.idx'; make"):
             read_sources(str(corpus / "c"))
     file.unlink()
     sidecar.write_text("{}")

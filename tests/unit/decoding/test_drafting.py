@@ -318,9 +318,9 @@ def test_a_model_without_depths_says_what_else_drafts() -> None:
         make_method(target, SpeculativeConfig("mtp"), Sampling())
     with pytest.raises(ValueError, match=r"has none; .*--drafter eagle3, .*attach-drafter"):
         make_method(target, SpeculativeConfig("eagle3"), Sampling())
-    with pytest.raises(ValueError, match="a checkpoint that has an EAGLE-3 drafter; choose eagle3 or eagle3_tree"):
+    with pytest.raises(ValueError, match="has an EAGLE-3 drafter; choose eagle3 or eagle3_tree"):
         make_method(runner_of("eagle3"), SpeculativeConfig("mtp_eagle"), Sampling())
-    with pytest.raises(ValueError, match=r"a DFlash drafter, and the checkpoint has none; .*--drafter dflash"):
+    with pytest.raises(ValueError, match=r"a DFlash drafter, .* has none; .*--drafter dflash"):
         make_method(target, SpeculativeConfig("dflash"), Sampling())
 
 
@@ -561,9 +561,7 @@ def test_a_draft_model_whose_ids_mean_other_tokens_is_refused() -> None:
     settings = {"method": "draft_model", "model": "-", "num_speculative_tokens": 2}
     target, drafter = runner_of(), runner_of()
     target.tokens, drafter.tokens = {"a": 0, "b": 1, "c": 2}, {"a": 0, "c": 1, "b": 2}
-    with pytest.raises(
-        ValueError, match="the id 1 is 'c' in its own, and 'b' in the target's; give a draft model with the"
-    ):
+    with pytest.raises(ValueError, match=r"id 1 is 'c' in its own, and 'b' in .*; give a draft model"):
         generate(target, [[1]], 4, speculative=settings, drafter=drafter)
     drafter.tokens = {"a": 0, "b": 1}  # an id without a token has no other meaning
     assert generate(target, [[1]], 4, speculative=settings, drafter=drafter).token_ids

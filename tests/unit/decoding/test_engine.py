@@ -731,7 +731,7 @@ def test_without_a_limit_a_text_ends_where_there_is_no_more_room(
 
 
 def test_a_cache_without_room_for_a_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="the cache has 32 slots, and a step of 'mtp_tree' takes them all; give"):
+    with pytest.raises(ValueError, match="32 slots, and a step of 'mtp_tree' takes them all; give"):
         Engine(runner_of(), EngineSettings(blocks=1), config_from({"method": "mtp_tree", "tree": [4, 4, 2]}))
 
 

@@ -142,5 +142,5 @@ def test_a_small_model_with_states_drafts_chains_alone() -> None:
         {**BEAM, "beam_width": 2, "num_speculative_tokens": 2},
         {"method": "draft_model_tree", "model": "-"},
     ):
-        with pytest.raises(ValueError, match="the draft model has recurrent layers, whose states do not branch; draft"):
+        with pytest.raises(ValueError, match="recurrent layers, whose states do not branch; draft"):
             make_method(target, config_from(config), Sampling(), small)

@@ -181,7 +181,7 @@ def test_what_is_no_update_is_refused(versions: Versions) -> None:
     engine = engine_of(versions.runner(0))
     with pytest.raises(ValueError, match="running is 'kill'; give finish or restart or abort"):
         update_weights(engine, [], "kill")
-    with pytest.raises(ValueError, match="'lm_head' is not a tensor of this model; send those of a folder like"):
+    with pytest.raises(ValueError, match="'lm_head' is not a tensor of this model; send"):
         update_weights(engine, [("lm_head", torch.zeros(1))])
     with pytest.raises(RuntimeError, match="an update of the weights has failed half-way"):
         engine.step()
@@ -223,7 +223,7 @@ def test_a_drafter_follows_its_folder(kind: str, tmp_path: Path) -> None:
     assert any(not torch.equal(value, weights[name]) for name, value in wanted.items())
     _, found, expected = (replace(one.stats, target_seconds=0, drafter_seconds=0) for one in made)
     assert found == expected
-    with pytest.raises(ValueError, match="'fc' is not a tensor of this model; send those of the drafter's folder"):
+    with pytest.raises(ValueError, match=r"'fc' is not a tensor .*; send those of the drafter's folder"):
         update_weights(Engine(runners[1], speculative=config), [], drafter=[("fc", torch.zeros(1))])
     with pytest.raises(ValueError, match="the model has no drafter"):
         load_drafter_weights(load_runner(trunk, VOCABULARY).model, read(changed).items())
@@ -263,7 +263,7 @@ def test_a_server_delivers_what_an_update_ends(versions: Versions, choice: str, 
             whole = (old, new)[ends[place][1]][place]
             assert ids[place] == (whole if ends[place][0] == "length" else whole[: len(ids[place])])
         assert server.metric(f'requests_total{{finished_reason="{reason}"}}') >= 6 - len(updated)
-        with pytest.raises(ValueError, match="running is 'restart'; give finish or abort for an engine that serves"):
+        with pytest.raises(ValueError, match="running is 'restart'; give finish or abort"):
             update_server(server.service, [], "restart")
         with pytest.raises(ValueError, match="'lm_head' is not a tensor of this model"):
             update_server(server.service, [("lm_head", torch.zeros(1))])

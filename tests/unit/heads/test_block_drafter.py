@@ -16,8 +16,8 @@ from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.data.batch import depth_batch, with_blocks
-from megatron_mtp.losses import check_loss, depth_loss
 from megatron_mtp.losses.objective import depth_weights
+from megatron_mtp.losses.table import check_loss, depth_loss
 from megatron_mtp.model.block_drafter import BlockAttention
 from megatron_mtp.spec.config import HeadSettings, MTPConfig
 from megatron_mtp.spec.kinds import DRAFTERS
@@ -158,7 +158,7 @@ def test_a_ranks_blocks_begin_at_its_own_positions_and_count_for_all() -> None:
 @pytest.mark.parametrize(("chosen", "layers"), [((1, 2, 8), 8), ((0, 2), 8), ((2, 2), 8), ((4, 2), 8), ((), 8)])
 def test_layers_that_do_not_exist_are_refused(chosen: tuple[int, ...], layers: int) -> None:
     given = " ".join(map(str, chosen))
-    with pytest.raises(ValueError, match=f"is {given}, and the trunk has {layers} layers; give rising numbers from 1"):
+    with pytest.raises(ValueError, match=f"is {given}, and the trunk has {layers} layers; give rising"):
         DRAFTERS["dflash"].check_layers(chosen, layers)
 
 
@@ -171,12 +171,12 @@ def test_the_default_layers_are_those_of_published_drafters() -> None:
 
 def test_a_mask_token_outside_the_vocabulary_is_refused() -> None:
     given: dict[str, Any] = {"num_layers": LAYERS, "drafter_layers": READ}
-    with pytest.raises(ValueError, match="--drafter-mask-token is 96, and the vocabulary has 96 tokens; give one"):
+    with pytest.raises(ValueError, match=r"--drafter-mask-token is 96, .* 96 tokens; give one"):
         our_model(DRAFTS, drafter={**KINDS["dflash"], "drafter_mask_token": VOCABULARY}, **given)
 
 
 def test_a_confidence_without_rates_to_learn_from_is_refused() -> None:
-    with pytest.raises(ValueError, match="--mtp-loss is kd, from which the confidence of --drafter dspark cannot"):
+    with pytest.raises(ValueError, match=r"--mtp-loss is kd, .* confidence of --drafter dspark"):
         check_loss(MTPConfig(drafter="dspark", mtp_loss="kd"))
     check_loss(MTPConfig(drafter="dspark", mtp_loss="lk"))
 

@@ -149,7 +149,5 @@ def test_a_token_map_that_begins_with_the_most_frequent(listed: object, tmp_path
 
 def test_a_pickle_with_code_is_not_opened(tmp_path: Path) -> None:
     torch.save(Path, tmp_path / "freq.pt")
-    with pytest.raises(
-        ValueError, match=r"^the list is .*freq.pt, which is not a list of token ids, in text or of torch:"
-    ):
+    with pytest.raises(ValueError, match=r"^the list is .*freq.pt, .* not a list of token ids"):
         tokens_of_file(tmp_path / "freq.pt", 8, "the list")

@@ -12,8 +12,8 @@ from megatron_single import LAMBDA, VOCABULARY, make_batch, one_head, our_model
 from torch import Tensor
 
 from megatron_mtp.data.batch import with_blocks
-from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import NextTokensObjective, ObjectiveOutput, depth_weights
+from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.model.arguments import alone, as_mtp_layers
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.spec.config import HEADS, MTPConfig, drafted_steps, stands_beside

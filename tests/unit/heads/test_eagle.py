@@ -82,5 +82,5 @@ def test_it_reads_no_inner_layer() -> None:
     kind = DRAFTERS["eagle"]
     assert kind.default_layers(1, None) == ()
     kind.check_layers((), 1)
-    with pytest.raises(ValueError, match=r"with --drafter eagle; give --drafter .* or peagle, or drop it"):
+    with pytest.raises(ValueError, match=r"with --drafter eagle; give --drafter .* or drop it"):
         MTPConfig(drafter="eagle", drafter_layers=(1,))

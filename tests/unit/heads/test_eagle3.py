@@ -172,16 +172,12 @@ def test_a_new_drafter_begins_with_the_rows_of_all_tensor_parallel_ranks(
 )
 def test_layers_that_do_not_exist_are_refused(chosen: tuple[int, ...], layers: int) -> None:
     given = " ".join(map(str, chosen))
-    with pytest.raises(
-        ValueError, match=f"--drafter-layers is {given}, and the trunk has {layers} layers; give 3 rising"
-    ):
+    with pytest.raises(ValueError, match=rf"--drafter-layers is {given}, .* {layers} layers; give 3 rising"):
         EAGLE3.check_layers(chosen, layers)
 
 
 def test_a_pipeline_stage_of_its_own_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="gives --drafter eagle3 a stage of its own, but it belongs to the stage of the output layer"
-    ):
+    with pytest.raises(ValueError, match="gives --drafter eagle3 a stage of its own"):
         drafter_model(mtp_standalone=True)
 
 
@@ -200,19 +196,15 @@ def test_a_short_trunk_has_default_layers_or_is_refused() -> None:
     for layers in (4, 5, 6, 7):
         EAGLE3.check_layers(EAGLE3.default_layers(layers, None), layers)
     for layers in (1, 2, 3):
-        with pytest.raises(
-            ValueError, match=f"eagle3 reads 3 layers before the trunk's last, and the trunk has {layers};"
-        ):
+        with pytest.raises(ValueError, match=rf"eagle3 reads 3 layers .*, and the trunk has {layers};"):
             EAGLE3.check_layers(EAGLE3.default_layers(layers, None), layers)
-    with pytest.raises(
-        ValueError, match="reads one or more layers before the trunk's last, and the trunk has 1; give a"
-    ):
+    with pytest.raises(ValueError, match=r"one or more layers .* the trunk has 1; give a"):
         DRAFTERS["dflash"].check_layers(DRAFTERS["dflash"].default_layers(1, 5), 1)
 
 
 def test_weights_fall_by_a_fifth_a_step_and_flags_without_a_drafter_are_refused() -> None:
     assert depth_weights(MTPConfig(drafter="eagle3"), 3, 1.0) == pytest.approx([1, 0.8, 0.64])
-    with pytest.raises(ValueError, match=r"was given without --drafter; give --drafter .* or peagle, or drop it"):
+    with pytest.raises(ValueError, match=r"given without --drafter; give --drafter .* or drop it"):
         MTPConfig(drafter_steps=3)
     with pytest.raises(ValueError, match="--drafter is 'eagle2'; choose one of dflash, dflash2"):
         MTPConfig(drafter="eagle2")

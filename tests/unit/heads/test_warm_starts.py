@@ -21,7 +21,7 @@ from megatron_mtp.checkpoint.verify.forms import prompt_of
 from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.losses import depth_loss
+from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.megatron.checkpoint import DRAFTER
 from megatron_mtp.megatron.checkpoint.reader import DistReader
 from megatron_mtp.model.attachment import attached_of

@@ -10,11 +10,11 @@ import torch
 from megatron.training import training
 from pretended_cuda import OnCuda, on_cuda, pretended_cuda
 
-from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import kept_positions
+from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.model.packed_rows import bounds_of
 from megatron_mtp.spec.config import MTPConfig
-from megatron_mtp.training import forward_step
+from megatron_mtp.training import forward_step, reading_stages
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -59,7 +59,8 @@ def test_packed_rows_do_not_wait(padded: bool, monkeypatch: pytest.MonkeyPatch) 
         pipeline_model_parallel_size=1, reset_attention_mask=False, eod_mask_loss=False, hybrid_layer_pattern=None,
         dataloader_inter_document_masking=True, reads_chats=False, mtp_num_layers=2,
     )  # fmt: skip
-    monkeypatch.setattr(forward_step, "get_args", lambda: args)
+    for module in (forward_step, reading_stages):
+        monkeypatch.setattr(module, "get_args", lambda: args)
     monkeypatch.setattr(forward_step, "reads_everything", lambda _: True)
     monkeypatch.setattr(training, "_seqlen_stats_in_iteration", None)
     rows_BS = torch.arange(16).view(2, 8)

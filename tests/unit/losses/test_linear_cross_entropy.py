@@ -5,7 +5,7 @@ import torch
 from linear_cases import SETTINGS, Case, worst
 from tiers import tiered
 
-from megatron_mtp.losses import depth_loss, linear_cross_entropy
+from megatron_mtp.losses import linear_cross_entropy
 from megatron_mtp.losses.distillation import (
     AcceptedLength,
     AdaptiveDivergence,
@@ -14,6 +14,7 @@ from megatron_mtp.losses.distillation import (
     TotalVariation,
 )
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, linear_loss
+from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.losses.token_loss import Chunk, CrossEntropy, TokenLoss
 from megatron_mtp.model.vocabulary import Vocabulary
 from megatron_mtp.spec.config import MTPConfig

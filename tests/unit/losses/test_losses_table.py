@@ -16,9 +16,9 @@ from installed import ask_again
 from megatron_single import make_batch, our_model
 
 from megatron_mtp.cli.train import parse_run, parser
-from megatron_mtp.losses import LOSSES, depth_loss, listing
 from megatron_mtp.losses.mix import mix_weights
 from megatron_mtp.losses.mtp_loss import mtp_loss, trunk_states
+from megatron_mtp.losses.table import LOSSES, depth_loss, listing
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.spec.registry import Imported
 
@@ -65,9 +65,7 @@ def add_by_entry_point(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_added_loss_is_a_choice_of_the_flag_and_trains_a_step(
     add: object, added_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(
-        ValueError, match=r"^--mtp-loss is 'focal'; choose one of ce, kd, tv, nla, lk, e2e_tv, dpace, mix\.$"
-    ):
+    with pytest.raises(ValueError, match=r"^--mtp-loss is 'focal'; choose one of ce, kd, .*, mix\.$"):
         depth_loss(MTPConfig(mtp_loss="focal"))
     add(added_file, monkeypatch)  # type: ignore[operator]
     assert "ce,kd,tv,nla,lk,e2e_tv,dpace,mix,focal" in help_of_losses()

@@ -23,9 +23,9 @@ from megatron_single import (
     relative_difference,
 )
 
-from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.mtp_loss import logits_and_states, mtp_loss, trunk_states
 from megatron_mtp.losses.objective import depth_weights
+from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.spec.config import MTPConfig
 
 IGNORED = -100
@@ -186,7 +186,7 @@ def test_shapes_that_differ_and_a_model_without_depths_are_refused() -> None:
         mtp_loss(trunk_states(model, tokens), model, tokens, labels[:, 1:], mask)
     plain = our_model(None)
     rows = PackedSeqParams("thd", torch.tensor([0, LENGTH]), torch.tensor([0, LENGTH]))
-    with pytest.raises(ValueError, match="packed_seq_params was given with 3 rows of tokens; join them to one row"):
+    with pytest.raises(ValueError, match=r"packed_seq_params .* 3 rows of tokens; join them"):
         mtp_loss(trunk_states(model, tokens), model, tokens, labels, mask, packed_seq_params=rows)
     with pytest.raises(ValueError, match="the model has no MTP layers; attach some with"):
         mtp_loss(trunk_states(plain, tokens), plain, tokens, labels, mask)

@@ -11,8 +11,8 @@ from megatron_single import one_head
 from torch import Tensor
 
 from megatron_mtp.data.batch import DepthBatch, LaterPositions, depth_batch
-from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import HeadObjective, LossSum, ObjectiveOutput, count_acceptance, kept_positions
+from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.stage_output import Drafted, StageOutput

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_mtp.data.batch import depth_batch
-from megatron_mtp.losses import check_loss, depth_loss
 from megatron_mtp.losses.distillation import AcceptedLength
 from megatron_mtp.losses.objective import LossSum, ObjectiveOutput, depth_weights, kept_positions, scaling_factor
+from megatron_mtp.losses.table import check_loss, depth_loss
 from megatron_mtp.losses.token_loss import PacedCrossEntropy
 from megatron_mtp.spec.config import MTPConfig, loss_parts
 from megatron_mtp.training import forward_step
@@ -116,7 +116,7 @@ def test_a_mix_can_be_a_phase() -> None:
     settings = MTPConfig(mtp_loss="mix:0.5,tv:0.5", mtp_loss_mix="ce=0.1,tv=0.9")
     assert settings.phases() == [MTPConfig(mtp_loss="mix", mtp_loss_mix="ce=0.1,tv=0.9"), MTPConfig(mtp_loss="tv")]
     check_loss(*settings.phases())
-    with pytest.raises(ValueError, match=r"--mtp-loss is mix:0\.5,tv:0\.5 and --mtp-loss-mix None; 'mix' needs"):
+    with pytest.raises(ValueError, match=r"mix:0\.5,tv:0\.5 and --mtp-loss-mix None; 'mix' needs"):
         MTPConfig(mtp_loss="mix:0.5,tv:0.5")
 
 

@@ -10,9 +10,10 @@ import torch
 from interpreted import found_by
 from tiers import tiered
 
-from megatron_mtp.losses import LOSSES, linear_cross_entropy, triton_chunk
+from megatron_mtp.losses import linear_cross_entropy, triton_chunk
 from megatron_mtp.losses.distillation import AcceptedLength, Divergence, TotalVariation
 from megatron_mtp.losses.mix import Mix
+from megatron_mtp.losses.table import LOSSES
 from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
 from megatron_mtp.model.vocabulary import Vocabulary
 

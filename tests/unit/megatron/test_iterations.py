@@ -53,7 +53,7 @@ def test_a_folder_without_checkpoints_needs_no_repair(tmp_path: Path) -> None:
 
 def test_a_lost_tracker_and_whole_iterations_are_named(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, whole=[3, 6], half=[9], tracker="9")
-    with pytest.raises(ValueError, match=r"the save was cut short.* give another iteration \(whole: 3, 6\)"):
+    with pytest.raises(ValueError, match=r"cut short.* give another iteration \(whole: 3, 6\)"):
         iteration_folder(folder)
     (folder / TRACKER).unlink()
     assert is_checkpoint(folder)

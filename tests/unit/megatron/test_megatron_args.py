@@ -16,7 +16,8 @@ from megatron_mtp.checkpoint.convert.computation import LAYERS_BESIDE, settings_
 from megatron_mtp.checkpoint.verify.prompt import Prompt
 from megatron_mtp.checkpoint.verify.verify import megatron_logits
 from megatron_mtp.megatron.model_arguments import MODEL_ARGUMENTS
-from megatron_mtp.model.arguments import MTPGPTModelConfig, completed, config_of, parse_flags, parsed
+from megatron_mtp.megatron.parser import parse_flags, parsed
+from megatron_mtp.model.arguments import MTPGPTModelConfig, completed, config_of
 from megatron_mtp.model.build import build
 
 HARMLESS = {

@@ -184,7 +184,5 @@ def test_with_te_queries_and_keys_have_the_norms_of_a_gpt() -> None:
 
 
 def test_sparse_attention_without_transformer_engine_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"has D \(sparse attention\), which Megatron makes of Transformer Engine's modules"
-    ):
+    with pytest.raises(ValueError, match=r"D \(sparse attention\), .* Transformer Engine's modules"):
         our_hybrid("D-D-", **LATENT, experimental_attention_variant="dsa")

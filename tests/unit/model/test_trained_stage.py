@@ -36,7 +36,7 @@ from megatron_single import (
 from tiers import tiered
 
 from megatron_mtp.losses.objective import HeadObjective
-from megatron_mtp.model import mtp, mtp_block
+from megatron_mtp.model import around_layers, mtp, mtp_block
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.frozen import freeze_trunk
 from megatron_mtp.model.stages import as_one
@@ -225,7 +225,8 @@ def test_quantized_depths_are_recomputed_by_tes_checkpoint(
         yield
 
     monkeypatch.setattr(transformer_engine, "te_checkpoint", te_checkpoint)
-    monkeypatch.setattr(mtp, "get_fp8_context", get_fp8_context)
+    for module in (around_layers, mtp):
+        monkeypatch.setattr(module, "get_fp8_context", get_fp8_context)
     hidden_SBH = torch.randn(LENGTH, ROWS, model.config.hidden_size).cuda()
     attention = AttentionInputs(make_batch(1)["attention_mask"])
     model.mtp.layers[0](hidden_SBH, None, attention).sum().backward()

@@ -54,6 +54,9 @@ def test_every_verb_of_the_core_answers(copy: Path) -> None:
     done = run(copy, "-m", "megatron_mtp", "report", "x")
     assert done.returncode == 2
     assert done.stderr.startswith("megatron-mtp: error: argument VERB: invalid choice: 'report'")
+    done = run(copy, "-m", "megatron_mtp", "train", "--dry-run")
+    assert done.returncode == 2
+    assert "--dry-run needs the verb 'plan'" in done.stderr
 
 
 @pytest.mark.matrix

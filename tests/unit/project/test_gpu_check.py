@@ -426,7 +426,7 @@ def test_the_page_is_of_several_runs(tmp_path: Path) -> None:
 
 def test_a_run_on_a_cpu_makes_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path / "a", "losses", "a CPU", "2030-01-01", status="ran", on_cpu=True)
-    with pytest.raises(ValueError, match="losses of 2030-01-01 ran on a CPU, and the page is about GPUs"):
+    with pytest.raises(ValueError, match="of 2030-01-01 ran on a CPU, and the page is about GPUs"):
         gpu_check.merge([tmp_path / "a"], tmp_path / "gpu.md")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="which has no record of a part"):

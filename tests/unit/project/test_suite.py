@@ -1,5 +1,6 @@
 """How the tests are collected and which of them run: conftest.py, .ci/run."""
 
+import ast
 import os
 import re
 import subprocess
@@ -26,6 +27,34 @@ def test_the_map_of_what_tests_share_has_every_module() -> None:
     folder = ROOT / "tests" / "support"
     rows = re.findall(r"^\| `(\w+)` \| .+ \|$", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert rows == sorted(path.stem for path in folder.glob("*.py"))
+
+
+LONGEST_PATTERN = 60
+"""Of a message in a test. Whole sentences are in golden/sentences.txt, which a command writes anew."""
+
+
+def long_patterns(source: str) -> list[str]:
+    """The patterns of `pytest.raises(match=)` that spell out more than the facts of a message."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.keyword) and node.arg == "match":
+            parts = node.value.values if isinstance(node.value, ast.JoinedStr) else [node.value]
+            said = "".join(str(one.value) for one in parts if isinstance(one, ast.Constant))
+            found += [said] if len(said) > LONGEST_PATTERN else []
+    return found
+
+
+def test_messages_are_known_by_their_facts() -> None:
+    """Flag, value and remedy, and not the words around them."""
+    sources = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")}
+    assert {name: found for name, source in sources.items() if (found := long_patterns(source))} == {}
+
+
+def test_the_check_sees_a_planted_sentence() -> None:
+    words = "--drafter-mask-token is {}, and the vocabulary has 64 tokens; give one of those"
+    assert long_patterns(f"raises(ValueError, match='{words}')") == [words]
+    assert long_patterns(f"raises(ValueError, match=f'{words.format('{id}')}')") == [words.format("")]
+    assert long_patterns("raises(ValueError, match='--drafter-mask-token is 64.*; give')") == []
 
 
 def test_the_longest_files_exist(pytestconfig: pytest.Config) -> None:

@@ -449,7 +449,7 @@ def test_others_are_answered_beside_1500_slow_connections(codec: Codec) -> None:
 
 
 def test_a_host_of_too_many_characters_is_one_sentence() -> None:
-    with pytest.raises(ValueError, match=r"^--host a{70}\.b --port 0 cannot be listened at \(.+\); give another one"):
+    with pytest.raises(ValueError, match=r"^--host a{70}\.b --port 0 cannot .*; give another one"):
         listener(f"{'a' * 70}.b", 0)
 
 

@@ -97,7 +97,7 @@ def test_a_wrong_setting_is_named_with_its_value_and_the_remedy(settings: dict[s
 @pytest.mark.parametrize("given", ["1", "1,2,3", "1,x", "0,0", "-1,2", "1,nan"])
 def test_weights_are_one_for_every_depth(given: str) -> None:
     assert MTPConfig(mtp_loss_weights="1,0.5").loss_weights(2) == [1, 0.5]
-    with pytest.raises(ValueError, match=r"^--mtp-loss-weights is .*; give 2 numbers of 0 or more \(one for each of"):
+    with pytest.raises(ValueError, match=r"^--mtp-loss-weights is .*; give 2 numbers of 0 or more"):
         MTPConfig(mtp_loss_weights=given).loss_weights(2)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mtp.spec.attention import AttentionSizes
-from megatron_mtp.spec.head import HeadSpec, TrunkSpec, blocks_of
+from megatron_mtp.spec.head import HeadSpec, TrunkSpec
 from megatron_mtp.spec.kinds import DRAFTERS
 
 TRUNK = TrunkSpec(24, 100, 64, 80, AttentionSizes(8, 2, 8, 1e-6, 1e4))
@@ -72,7 +72,7 @@ def test_settings_that_nobody_gave_have_values(
     assert (made.drafts, made.layers, made.depth, made.ffn, made.vocabulary) == (7, layers, depth, 80, 100)
     assert (made.mask_token, made.markov_rank, made.idle_rows, made.windows) == (mask, rank, idle, (None,) * depth)
     assert made.attention == TRUNK.attention
-    assert blocks_of(DRAFTERS[kind], {}) == (512 if depth > 1 else None)
+    assert DRAFTERS[kind].blocks({}) == (512 if depth > 1 else None)
 
 
 @pytest.mark.parametrize(

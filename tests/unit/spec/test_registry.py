@@ -45,7 +45,7 @@ def test_an_unknown_name_is_a_key_error(outside: Path) -> None:
 def test_ours_cannot_be_replaced(outside: Path) -> None:
     register(outside, "ce = outside_parts:focal")
     assert table()["ce"] == "our ce"
-    with pytest.raises(ValueError, match=r"'outside' registers 'ce' in megatron_mtp\.tested; that name is taken"):
+    with pytest.raises(ValueError, match=r"'outside' registers 'ce' .*; that name is taken"):
         list(table())
 
 

@@ -106,9 +106,7 @@ def test_a_tokenizer_that_nobody_can_look_up(name: str, monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match="which is not a folder here, and the Hugging Face Hub cannot"):
         check_hub(SimpleNamespace(tokenizer_model=name, tokenizer_type="HuggingFaceTokenizer"))  # type: ignore[arg-type]
     check_hub(SimpleNamespace(tokenizer_model=name, tokenizer_type="NullTokenizer"))  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match=r"^--tokenizer-type is GPT2BPETokenizer, which needs the model gpt2 of the Hug"
-    ):
+    with pytest.raises(ValueError, match=r"^--tokenizer-type is GPT2BPETokenizer, .* model gpt2"):
         check_hub(SimpleNamespace(tokenizer_model=None, tokenizer_type="GPT2BPETokenizer"))  # type: ignore[arg-type]
 
 

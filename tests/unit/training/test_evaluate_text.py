@@ -10,7 +10,7 @@ from trained_folders import trained
 from megatron_mtp.cli import evaluate, preprocess
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.spec.config import MTPConfig
-from megatron_mtp.training.documents import MOST_CONTEXTS, by_context, numbers_of_contexts
+from megatron_mtp.training.contexts import MOST_CONTEXTS, by_context, numbers_of_contexts
 
 
 @pytest.mark.usefixtures("megatron")
@@ -97,5 +97,5 @@ def test_contexts_of_rows() -> None:
 
 @pytest.mark.parametrize("lengths", [(4, 2), (2, 2), (0, 4)])
 def test_lengths_that_do_not_rise_are_refused(lengths: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"--mtp-context-lengths is .*; give rising numbers of tokens, 1 or more"):
+    with pytest.raises(ValueError, match=r"--mtp-context-lengths is .*; give rising numbers"):
         MTPConfig(mtp_context_lengths=lengths)

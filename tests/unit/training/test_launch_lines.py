@@ -16,7 +16,7 @@ from packaging.version import Version
 from tiers import tiered
 
 from megatron_mtp.decoding import load
-from megatron_mtp.model.arguments import TE, flags_without
+from megatron_mtp.megatron.parser import TE, flags_without
 from megatron_mtp.training.arguments import parse_checked_args
 from megatron_mtp.training.checks import check_precision
 from megatron_mtp.training.flags import add_mtp_arguments

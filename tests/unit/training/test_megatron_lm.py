@@ -44,7 +44,7 @@ def test_arguments_are_the_users_megatrons_and_ours(command_line: list[str], meg
     assert len(model.mtp.layers) == 2
     with pytest.raises(TypeError, match="give a subclass of MTPGPTModelConfig"):
         megatron_lm.gpt_config_from_args(args, model_config_cls=argument_utils.GPTModelConfig)
-    with pytest.raises(TypeError, match="is a GPTModelConfig; make it by the gpt_config_from_args of megatron_mtp"):
+    with pytest.raises(TypeError, match=r"a GPTModelConfig; .* gpt_config_from_args of megatron_mtp"):
         megatron_lm.pretrain(SimpleNamespace(model=argument_utils.gpt_config_from_args(args)), None)
 
 
@@ -60,9 +60,7 @@ def test_a_hybrid_script_gets_a_hybrid(
     with pytest.raises(SystemExit):
         megatron_lm.gpt_config_from_args(args)
     assert "configuration of another class of model; call hybrid_config_from_args there" in capsys.readouterr().err
-    with pytest.raises(
-        TypeError, match="is a HybridModelConfig; make it by the hybrid_config_from_args of megatron_mtp"
-    ):
+    with pytest.raises(TypeError, match=r"a HybridModelConfig; .* hybrid_config_from_args of megatron"):
         megatron_lm.pretrain(SimpleNamespace(model=argument_utils.hybrid_config_from_args(args)), None)
 
 

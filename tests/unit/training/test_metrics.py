@@ -18,7 +18,7 @@ from megatron_mtp.megatron.checkpoint import TRACKER
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training import metrics as metrics_module
 from megatron_mtp.training import run, run_files
-from megatron_mtp.training.documents import MOST_CONTEXTS
+from megatron_mtp.training.contexts import MOST_CONTEXTS
 from megatron_mtp.training.metrics import Metrics, Step, table
 from megatron_mtp.training.run import _evaluations
 from megatron_mtp.training.run_files import write_run_record

@@ -442,15 +442,13 @@ def test_p_eagle_drafters_are_read(tmp_path: Path, name: str) -> None:
 
 
 def test_p_eagle_without_a_mask_token_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no mask_token_id among the 151936 tokens of the vocabulary; give a"):
+    with pytest.raises(ValueError, match=r"no mask_token_id among the 151936 tokens .*; give a"):
         read(tmp_path, PEAGLE, QWEN3)
 
 
 def test_an_eagle3_drafter_of_five_layers_is_refused_for_their_number(tmp_path: Path) -> None:
     keys = {**SPECULATORS, "eagle_aux_hidden_state_layer_ids": [2, 10, 18, 26, 33]}
-    with pytest.raises(
-        ValueError, match=r"reads 5 layers \(2 10 18 26 33\), and an EAGLE-3 drafter here reads 3; give"
-    ):
+    with pytest.raises(ValueError, match=r"reads 5 layers \(2 10 18 26 33\), .* reads 3; give"):
         read(tmp_path, keys, QWEN3)
 
 
@@ -633,7 +631,7 @@ def test_ids_that_may_count_either_are_asked_for(tmp_path: Path, count: str | No
     ids = {"eagle_aux_hidden_state_layer_ids": [2, 30, 58]}
     for keys in ({**SPECFORGE, "eagle_config": ids}, {**SPECFORGE, "eagle_config": ids, **ids}):
         if count is None:
-            with pytest.raises(ValueError, match=r"has eagle_aux_.* 2 30 58 within eagle_config, .*-layer-ids-count"):
+            with pytest.raises(ValueError, match=r"eagle_aux_.* 2 30 58 within eagle_config, .*-layer-ids"):
                 read(tmp_path, keys, DEEPSEEK)
         else:
             layers = read(tmp_path, keys, DEEPSEEK, count).kind.layers

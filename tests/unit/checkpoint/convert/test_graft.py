@@ -228,9 +228,7 @@ def test_a_draft_vocabulary_of_tokens_that_the_trunk_lost_does_not_fit(tmp_path:
     torch.save([3, 90], donor / "draft_vocabulary.pt")
     grown = resized(lost(make(tmp_path / "grown", "mimo", 1)), 8)
     assert tensors(grafted(donor, grown, tmp_path / "out"))[DRAFT_VOCABULARY].tolist() == [3, 90]
-    with pytest.raises(
-        ValueError, match="they draft the token 90, and the trunk has 88 tokens; give the MTP layers of"
-    ):
+    with pytest.raises(ValueError, match=r"draft the token 90, .* 88 tokens; give the MTP layers"):
         plan_graft(donor, resized(lost(make(tmp_path / "shrunk", "mimo", 1)), -8), QUIET)
 
 

@@ -25,7 +25,7 @@ from megatron_mtp.checkpoint.verify.verify import Check
 from megatron_mtp.cli import convert
 from megatron_mtp.megatron.checkpoint import HF_FILES, KEPT_TOKENIZER, TRACKER
 from megatron_mtp.megatron.checkpoint.reader import DistReader
-from megatron_mtp.model.arguments import parsed
+from megatron_mtp.megatron.parser import parsed
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -214,7 +214,7 @@ def test_arguments_without_layers_are_refused(changes: dict[str, Any], says: str
 
 def test_a_gpt_that_no_hybrid_computes_is_refused_by_its_flag() -> None:
     args = parsed(f"{TINY} --no-rope-freq 2".split(), 100)
-    with pytest.raises(ValueError, match="was trained with --no-rope-freq, which a hybrid model does not compute"):
+    with pytest.raises(ValueError, match="trained with --no-rope-freq, which a hybrid"):
         hybrid_arguments(args, "checkpoint")
     args = parsed([*TINY.replace("type rope", "type mrope").split(), "--mrope-section", "2", "2", "4"], 100)
     with pytest.raises(ValueError, match="position-embedding-type mrope"):
@@ -427,5 +427,5 @@ def test_a_checkpoint_without_the_layers_of_its_arguments_is_refused(
     common = DistReader(source).common()
     common["args"].num_layers = 3
     monkeypatch.setattr(DistReader, "common", lambda _: common)
-    with pytest.raises(ValueError, match=r"lacks 'decoder\.layers\.4\.self_attention\.linear_qkv\.weight'"):
+    with pytest.raises(ValueError, match=r"lacks 'decoder\.layers\.4\..*linear_qkv\.weight'"):
         hybrid.plan_migration(source, True)

@@ -18,7 +18,8 @@ from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.checkpoint.verify.verify import verify
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.megatron.checkpoint import HF_FILES
-from megatron_mtp.model.arguments import completed, config_of, parse_flags
+from megatron_mtp.megatron.parser import parse_flags
+from megatron_mtp.model.arguments import completed, config_of
 from megatron_mtp.model.build import build
 from megatron_mtp.training.arguments import checkpoint_arguments
 
@@ -73,9 +74,7 @@ def test_every_key_that_an_engine_reads_is_written(name: str, tmp_path: Path) ->
 @pytest.mark.usefixtures("megatron")
 def test_an_epsilon_that_transformers_lacks_inside_latent_attention_is_refused(tmp_path: Path) -> None:
     """With 1e-4 the logits of an export are off by a thousandth of the largest."""
-    with pytest.raises(
-        ValueError, match=r"an epsilon of 0\.0001, .* inside latent attention as well, where transformers has 1e-6"
-    ):
+    with pytest.raises(ValueError, match=r"epsilon of 0\.0001, .* latent .* transformers has 1e-6"):
         export(trained(tmp_path / "latent", f"{LATENT} --norm-epsilon 1e-4"), tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
     assert export(trained(tmp_path / "dense", "--norm-epsilon 1e-4"), tmp_path / "other")["rms_norm_eps"] == 1e-4
@@ -187,7 +186,7 @@ def test_a_kept_config_does_not_override_the_checkpoints_arguments(flags: str, t
     """As where a converted model was trained with other flags, over itself."""
     source = trained(tmp_path / "mcore", flags)
     keep_hf_files(export_folder(trained(tmp_path / "before"), tmp_path / "described"), source / HF_FILES, {})
-    with pytest.raises(ValueError, match=r"the checkpoint was trained with .*, but it is .* in .*hf/config.json; make"):
+    with pytest.raises(ValueError, match=r"was trained with .*, but it is .* in .*hf/config.json; make"):
         form_of(source)
     with pytest.raises(ValueError, match=r"in the config.json of .*; give a folder of the same model"):
         form_of(source, like=tmp_path / "described")

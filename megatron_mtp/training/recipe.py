@@ -1,5 +1,7 @@
 """A recipe: flags of `train` under a well-known name, with its sources and published results.
 
+A file of `recipes/` is one:
+
     purpose: a native MTP layer, improved on the frozen trunk
     trunk: frozen                     # or trained: the trunk learns with the layers
     source: [arXiv:2606.15007, section 3.4]
@@ -20,6 +22,7 @@ import yaml
 
 from megatron_mtp.common.errors import did_you_mean
 
+FOLDER = resources.files(__package__) / "recipes"
 MEANINGLESS_WITHOUT = {
     "mtp-loss-mix": "mtp-loss",
     "mtp-loss-final-factor": "mtp-loss-schedule",
@@ -80,8 +83,7 @@ def words_of(settings: Mapping[str, str]) -> list[str]:
 
 def names() -> list[str]:
     """Return the names of the recipes, in alphabetical order."""
-    files = resources.files(__package__).iterdir()
-    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+    return sorted(file.name.removesuffix(".yaml") for file in FOLDER.iterdir())
 
 
 def read(name: str) -> Recipe:
@@ -89,5 +91,5 @@ def read(name: str) -> Recipe:
     known = names()
     if name not in known:
         raise ValueError(f"--recipe is '{name}'; choose one of {', '.join(known)}{did_you_mean([name], known) or '.'}")
-    text = (resources.files(__package__) / f"{name}.yaml").read_text(encoding="utf-8")
+    text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     return Recipe(name, **yaml.load(text, Loader=yaml.BaseLoader))

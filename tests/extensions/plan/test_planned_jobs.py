@@ -9,6 +9,8 @@ import pytest
 from published_lines import PUBLISHED
 from tiers import tiered
 
+from megatron_mtp.extensions.plan.memory import PARTS as HELD
+
 RUN = """
 model:
   {num-layers: 36, hidden-size: 4096, ffn-hidden-size: 12288, num-attention-heads: 32, group-query-attention: true,
@@ -50,8 +52,10 @@ def test_a_plan_counts_parameters_and_says_where_the_depths_stand(tmp_path: Path
     assert counts.keys() == {"embedding", "trunk", "depths", "head"}
     assert sum(counts.values()) == int(held[1].replace(",", ""))
     gib = (6 + 12 / 8) * counts["depths"] / 2**30  # eight replicas share Adam's 12 bytes a parameter
-    assert "memory of the MTP layers on the last stage: " in printed
-    assert f"weights, gradients and optimizer {gib:.2f} +" in printed
+    names, *stages = printed.split("memory of a rank, GiB\n")[1].splitlines()[:5]
+    assert re.split(r"  +", names.strip()) == ["stage", *HELD, "GiB"]
+    assert [row.split()[0] for row in stages] == ["0", "1", "2", "3"]
+    assert stages[3].split()[1 + HELD.index("MTP layers")] == f"{gib:.2f}"
 
 
 QUICK = ["deepseek-v3, Pai's own flags", "qwen3-235b-a22b", "mimo-7b", "nemotron-3-nano, older pattern"]

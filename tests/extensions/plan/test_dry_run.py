@@ -1,4 +1,4 @@
-"""training/dry_run.py: a plan needs neither a GPU, nor libraries of GPUs, nor files that lie on the cluster."""
+"""train --dry-run: a plan needs neither a GPU, nor libraries of GPUs, nor files that lie on the cluster."""
 
 import sys
 from collections.abc import Iterator
@@ -11,9 +11,11 @@ import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 from run_flags import DEPTHS, MOCK, MODEL, ROPE, _in_no_job  # noqa: F401  # a fixture
 
+from megatron_mtp.extensions.plan.dry_run import plan
+from megatron_mtp.extensions.plan.elsewhere import OF_LIBRARIES, machine_of_the_job
+from megatron_mtp.extensions.plan.memory import PARTS as HELD
 from megatron_mtp.megatron.runtime import transformer_engine_works
 from megatron_mtp.training import checks
-from megatron_mtp.training.dry_run import OF_LIBRARIES, machine_of_the_job, plan
 
 BATCH = f"{ROPE} --global-batch-size 8"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
@@ -117,6 +119,20 @@ def _forget() -> None:
     from forgotten_flags import forget
 
     forget()
+
+
+def test_memory_of_a_drafter_is_that_of_its_counted_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "--num-layers 4 --hidden-size 1024 --load /cluster/x --mtp-train-only --drafter eagle3"
+    lines = planned(f"{BATCH} {MOCK} {flags}", monkeypatch)
+    counted = int(next(line for line in lines if line.startswith("  depths")).split()[1].replace(",", ""))
+    cells = lines[-1].split()
+    assert cells[1 + HELD.index("MTP layers")] == f"{16 * counted / 2**30:.2f}"
+    assert counted > 10_000_000
+
+
+def test_memory_of_a_layer_without_a_formula_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = planned(f"{BATCH} {MOCK} {SPARSE} --hybrid-layer-pattern D-", monkeypatch)
+    assert lines[-1].startswith("memory: --hybrid-layer-pattern has 'D'")
 
 
 def test_files_of_the_cluster_are_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:

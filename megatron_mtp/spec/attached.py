@@ -1,0 +1,117 @@
+"""Draft heads to attach to a model that exists, as plain data: what each is, and what none can have."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from math import inf
+from typing import Any
+
+from megatron_mtp.spec.config import DRAFTER_SETTINGS, HEADS, MTPConfig, module_of
+from megatron_mtp.spec.kinds import kind_of
+
+READ = {
+    *DRAFTER_SETTINGS,
+    *("drafter", "drafter_steps", "drafter_blocks", "mtp_draft_vocab_file"),
+    *("mtp_loss", "mtp_loss_mix", "mtp_temperature", "mtp_lk_eta", "mtp_label_smoothing", "mtp_z_loss"),
+    *("mtp_loss_weights", "mtp_train_only"),
+}
+"""Settings that attached heads read: the drafter, loss, temperature, weights, whether the loss trains them alone."""
+
+OF_MTP = {"mtp_unroll", "mtp_hidden_state_mixing"}
+"""Settings that attached MTP layers read, and drafters do not."""
+
+MTP, POLICY = "mtp", "policy"
+"""The names of MTP layers, also as a module, and of the group of parameters that belong to no head."""
+
+TAKEN_NAMES = *HEADS, POLICY
+"""What a drafter cannot be called."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """A draft head to attach: MTP layers, or a drafter where the settings name one.
+
+    Attributes:
+        settings: what it is and what it learns. MTP layers learn by cross-entropy by default, and with `mtp_train_only`
+            their loss trains nothing else; a drafter learns what its kind does by default.
+        depths: D, of new MTP layers; None for the model's own, and of a drafter, which has `drafter_steps`.
+        weight: of its loss in the sum of all heads.
+        name: of a drafter; '' for its kind. Its module is `drafter_NAME`. MTP layers are called 'mtp'.
+    """
+
+    settings: MTPConfig = field(default_factory=MTPConfig)
+    depths: int | None = None
+    weight: float = 1.0
+    name: str = ""
+
+    @property
+    def called(self) -> str:
+        """Its name."""
+        return MTP if self.settings.drafter is None else self.name or self.settings.drafter
+
+    @property
+    def module(self) -> str:
+        """The name of its module in the model."""
+        return MTP if self.settings.drafter is None else module_of(self.called)
+
+    def with_usual_loss(self) -> "Head":
+        """The head with the loss of its kind, where the settings name none."""
+        if self.settings.drafter is None or self.settings.mtp_loss != MTPConfig().mtp_loss:
+            return self
+        own: dict[str, Any] = kind_of(self.settings.drafter).loss
+        return replace(self, settings=replace(self.settings, **own))
+
+
+def heads_of_settings(settings: MTPConfig, depths: int | None, adopts: bool) -> list[Head]:
+    """What `depths` and `settings` are short for: MTP layers, a drafter, or both, each with the loss of its kind."""
+    if settings.drafter is None:
+        return [Head(settings, depths)]
+    if depths is None and not adopts:
+        return [Head(settings)]
+    own, drafter = settings.apart()
+    return [Head(own, depths), Head(drafter)]
+
+
+def mtp_among(heads: Sequence[Head]) -> Head | None:
+    """The MTP layers among the heads."""
+    return next((head for head in heads if head.settings.drafter is None), None)
+
+
+def refusals(heads: Sequence[Head]) -> list[tuple[Any, str]]:
+    """What heads cannot have, in any model: whether they have it, and the sentence that says so."""
+    unread = [
+        one.name
+        for one in fields(MTPConfig)
+        for head in heads
+        if one.name not in (READ | OF_MTP if head.settings.drafter is None else READ)
+        and getattr(head.settings, one.name) != one.default
+    ]
+    names = [head.called for head in heads]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    strange = next((name for name in names if not name.isidentifier()), None)
+    sized = next((head.called for head in heads if head.settings.drafter and head.depths is not None), None)
+    weights = [head.weight for head in heads if not 0 <= head.weight < inf]
+    return [
+        (
+            unread,
+            f"{', '.join(dict.fromkeys(unread))} in the settings is not for such attached heads; leave it out, or give "
+            "it to megatron-mtp train.",
+        ),
+        (
+            sum(head.settings.drafter is None for head in heads) > 1,
+            "two of the heads are MTP layers, and a model has one block of them; join the two.",
+        ),
+        (twice is not None, f"two heads are called '{twice}'; give one of them another name, Head(..., name=)."),
+        (
+            strange is not None,
+            f"a head is called '{strange}', which names a module too; give letters, digits and underscores.",
+        ),
+        (
+            any(head.settings.drafter and head.called in TAKEN_NAMES for head in heads),
+            f"a drafter has a name of {', '.join(TAKEN_NAMES)}, which others have; give it another.",
+        ),
+        (
+            sized is not None,
+            f"the head '{sized}' is a drafter, whose number of drafts is drafter_steps in its settings; give that.",
+        ),
+        (weights, f"the weight of a head is {', '.join(map(str, weights))}; give 0 or more."),
+    ]

@@ -1,6 +1,5 @@
 """model/block_drafter.py: blocks, losses and gradients against the definition in plain float64; what is refused."""
 
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,12 +15,11 @@ from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.data.batch import depth_batch, with_blocks
-from megatron_mtp.losses.objective import depth_weights
+from megatron_mtp.losses.objective import base_share, depth_weights
 from megatron_mtp.losses.table import check_loss, depth_loss
 from megatron_mtp.model.block_drafter import BlockAttention
-from megatron_mtp.spec.config import HeadSettings, MTPConfig
+from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.spec.kinds import DRAFTERS
-from megatron_mtp.training import forward_step
 
 DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})
 
@@ -202,14 +200,11 @@ def test_flags_of_other_drafters_are_refused(given: dict[str, Any], said: str) -
         MTPConfig(**given)
 
 
-@pytest.mark.parametrize(("step", "share"), [(0, 1.0), (30, 0.7), (100, 0.0), (120, 0.0)])
-def test_the_share_of_dominos_rows_falls_over_the_run(step: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 1 to 0 over the steps of the run; an evaluation is of the drafts as they are, with the bias."""
-    monkeypatch.setattr(forward_step, "get_args", lambda: Namespace(curr_iteration=step, train_iters=100))
+@pytest.mark.parametrize(("progress", "share"), [(0.0, 1.0), (0.3, 0.7), (1.0, 0.0), (1.2, 0.0)])
+def test_the_share_of_dominos_rows_falls_over_the_run(progress: float, share: float) -> None:
+    """From 1 to 0 over the run; an evaluation measures the drafts as they are, with the bias."""
     settings = MTPConfig(**KINDS["domino"])
-    learner = forward_step._Learner.of(HeadSettings("mtp", settings, DRAFTS, has_lambda=False))
-    assert forward_step._base_share(learner) == pytest.approx(share)
+    assert base_share(settings, progress) == pytest.approx(share)
     with torch.no_grad():
-        assert forward_step._base_share(learner) == 0
-    other = forward_step._Learner.of(HeadSettings("mtp", MTPConfig(**KINDS["dflash"]), DRAFTS, has_lambda=False))
-    assert forward_step._base_share(other) == 0
+        assert base_share(settings, progress) == 0
+    assert base_share(MTPConfig(**KINDS["dflash"]), progress) == 0

@@ -686,10 +686,8 @@ def test_one_step_alone_runs_in_this_process(model: Path, tmp_path: Path, monkey
 def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["attach", str(tmp_path), "texts"])
-    said = capsys.readouterr().err
-    assert (
-        said == f"megatron-mtp attach: error: {tmp_path} has no config.json; give the folder of a Hugging Face model.\n"
-    )
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"megatron-mtp attach: error: {tmp_path} has no config.json; give ")
 
 
 # --- names on the Hub -------------------------------------------------------------------------------------------------

@@ -127,7 +127,10 @@ def test_an_unknown_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as end:
         Parser("x").parse_args(["--no-such-flag"])
     assert end.value.code == 2
-    assert capsys.readouterr().err == "x: error: unrecognized arguments: --no-such-flag (--help lists the flags)\n"
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("x: error: ")
+    assert "--no-such-flag" in said
+    assert "--help" in said
 
 
 def test_a_flag_may_have_underscores(capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,15 +137,11 @@ WRONG_WEIGHTS = "1,2 1,2,3,4 nan,1,1 0,0,0 -1,1,1 ce=1,2 ce=1,ce=2 mse=1 mix=1 e
 
 @pytest.mark.parametrize("given", WRONG_WEIGHTS)
 def test_wrong_weights_are_named_with_the_remedy(given: str) -> None:
-    with pytest.raises(ValueError, match=r"^--mtp-loss-mix is") as caught:
+    with pytest.raises(ValueError, match=r"; give 3 numbers .*, as in ce=0\.5,tv=0\.5") as caught:
         depth_loss(MTPConfig(mtp_loss="mix", mtp_loss_mix=given))
-    assert str(caught.value) == (
-        f"--mtp-loss-mix is '{given}'; give 3 numbers of 0 or more (of ce, kd and tv), with commas, not all 0, or such "
-        "numbers with names, as in ce=0.5,tv=0.5 (the names are ce, kd, tv, nla, lk)."
-    )
+    assert str(caught.value).startswith(f"--mtp-loss-mix is '{given}'; ")
 
 
 def test_a_loss_that_there_is_not_is_named_with_those_that_there_are() -> None:
-    with pytest.raises(ValueError, match="--mtp-loss") as caught:
+    with pytest.raises(ValueError, match=rf"^--mtp-loss is 'mse'; choose one of {', '.join(LOSSES)}\.$"):
         depth_loss(MTPConfig(mtp_loss="mse"))
-    assert str(caught.value) == "--mtp-loss is 'mse'; choose one of ce, kd, tv, nla, lk, e2e_tv, dpace, mix."

@@ -91,12 +91,9 @@ WRONG_PARTS = "lk:0.7 lk:0.7,e2e_tv:0.2 lk:0.7,e2e_tv:0.4 lk,e2e_tv lk:0.7,e2e_t
 
 @pytest.mark.parametrize("given", [*WRONG_PARTS.split(), "lk:0.5,,kd:0.5", "lk:x,kd:1", "lk:0.5:kd:0.5"])
 def test_wrong_parts_are_named_with_the_remedy(given: str) -> None:
-    with pytest.raises(ValueError, match="--mtp-loss") as caught:
+    with pytest.raises(ValueError, match=r"; give one loss, .*, as in lk:0\.7,e2e_tv:0\.3") as caught:
         MTPConfig(mtp_loss=given)
-    assert str(caught.value) == (
-        f"--mtp-loss is '{given}'; give one loss, or several with their parts of the training steps, numbers above 0 "
-        "that add up to 1, as in lk:0.7,e2e_tv:0.3."
-    )
+    assert str(caught.value).startswith(f"--mtp-loss is '{given}'; ")
 
 
 def phases(given: str, steps: int) -> list[int]:
@@ -151,12 +148,8 @@ def test_a_drafter_beside_mtp_layers_keeps_its_own_loss() -> None:
 
 def test_a_loop_that_knows_no_steps_refuses_a_schedule() -> None:
     assert depth_loss(MTPConfig(mtp_loss="kd:1")) == depth_loss(MTPConfig(mtp_loss="kd"))
-    with pytest.raises(ValueError, match="but only megatron-mtp train knows the step") as caught:
+    with pytest.raises(ValueError, match=r"^--mtp-loss is 'lk:0\.7,e2e_tv:0\.3', .*; give one"):
         depth_loss(MTPConfig(mtp_loss="lk:0.7,e2e_tv:0.3"))
-    assert str(caught.value) == (
-        "--mtp-loss is 'lk:0.7,e2e_tv:0.3', but only megatron-mtp train knows the step that chooses among losses; give "
-        "one of them."
-    )
 
 
 @pytest.mark.parametrize(

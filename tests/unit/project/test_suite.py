@@ -32,29 +32,40 @@ def test_the_map_of_what_tests_share_has_every_module() -> None:
 LONGEST_PATTERN = 60
 """Of a message in a test. Whole sentences are in golden/sentences.txt, which a command writes anew."""
 
+OF_REFUSALS = ("error: ", "; give ")
+"""Words by which a compared text is known for a refusal."""
 
-def long_patterns(source: str) -> list[str]:
-    """The patterns of `pytest.raises(match=)` that spell out more than the facts of a message."""
+
+def spelled_out(source: str) -> list[str]:
+    """Refusals of which a test spells out more than the facts, in `match=` or with `==`."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.keyword) and node.arg == "match":
-            parts = node.value.values if isinstance(node.value, ast.JoinedStr) else [node.value]
-            said = "".join(str(one.value) for one in parts if isinstance(one, ast.Constant))
-            found += [said] if len(said) > LONGEST_PATTERN else []
-    return found
+            found.append(literal(node.value))
+        elif isinstance(node, ast.Compare) and any(isinstance(one, ast.Eq) for one in node.ops):
+            sides = map(literal, (node.left, *node.comparators))
+            found += [side for side in sides if any(word in side for word in OF_REFUSALS)]
+    return [said for said in found if len(said) > LONGEST_PATTERN]
+
+
+def literal(node: ast.expr) -> str:
+    """The text of a string in the source, without what is filled in."""
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    return "".join(str(one.value) for one in parts if isinstance(one, ast.Constant))
 
 
 def test_messages_are_known_by_their_facts() -> None:
     """Flag, value and remedy, and not the words around them."""
     sources = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")}
-    assert {name: found for name, source in sources.items() if (found := long_patterns(source))} == {}
+    assert {name: found for name, source in sources.items() if (found := spelled_out(source))} == {}
 
 
 def test_the_check_sees_a_planted_sentence() -> None:
     words = "--drafter-mask-token is {}, and the vocabulary has 64 tokens; give one of those"
-    assert long_patterns(f"raises(ValueError, match='{words}')") == [words]
-    assert long_patterns(f"raises(ValueError, match=f'{words.format('{id}')}')") == [words.format("")]
-    assert long_patterns("raises(ValueError, match='--drafter-mask-token is 64.*; give')") == []
+    assert spelled_out(f"raises(ValueError, match='{words}')") == [words]
+    assert spelled_out(f"raises(ValueError, match=f'{words.format('{id}')}')") == [words.format("")]
+    assert spelled_out(f"assert said == '{words}'") == [words]
+    assert spelled_out("raises(ValueError, match='--drafter-mask-token is 64.*; give')") == []
 
 
 def test_the_longest_files_exist(pytestconfig: pytest.Config) -> None:

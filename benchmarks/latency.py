@@ -91,7 +91,7 @@ def latency(wanted: Namespace) -> Found:
 
 
 def measured(wanted: Namespace) -> Found:
-    """What a server's requests took."""
+    """Return times of a server's requests."""
     chance = random.Random(1)
     prompts = [[chance.randrange(VOCABULARY) for _ in range(wanted.prompt_tokens)] for _ in range(wanted.requests)]
     model = wanted.model or json.loads(answer_of(wanted, "/v1/models").read())["data"][0]["id"]

@@ -274,7 +274,7 @@ def orders_table(orders: list[dict[str, Any]]) -> Table:
 
 
 def given_model(text: str) -> Trunk:
-    """A Hugging Face model as the command line names it; ArgumentTypeError where there is none."""
+    """Parse a Hugging Face model from the command line. Raise ArgumentTypeError if it does not exist."""
     trunk = Trunk.parse(text)
     if trunk.model is None:
         raise ArgumentTypeError(f"{text} was given; give a name, = and the folder of a Hugging Face model.")

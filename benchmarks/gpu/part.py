@@ -50,7 +50,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a part is given.
+    """Inputs of a part.
 
     Attributes:
         name: the part's.

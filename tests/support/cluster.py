@@ -11,7 +11,7 @@ RECIPES = sorted(file.stem for file in (JOBS / "recipes").glob("*.sh"))
 
 
 class Cluster:
-    """What a job finds around it: SLURM's variables and commands, of which these write down how they are called."""
+    """Environment of a job: SLURM's variables, and stand-ins for its commands that record their calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -17,7 +17,7 @@ AT_ONCE = 2
 
 
 class Records:
-    """What jobs wrote; every job runs once, after those that it needs, in as many processes as its layout has."""
+    """Results of jobs. Every job runs once, after jobs that it needs, in as many processes as its layout has."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -121,13 +121,13 @@ class Found:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Found":
-        """From a report or a record."""
+        """Create it from a report or a record."""
         goals = [Goal(one["what"], one["value"], one["goal"], one["op"]) for one in record["goals"]]
         tables = [Table(**table) for table in record["tables"]]
         return cls(record["results"], goals, tables, record.get("not run", {}))
 
     def as_dict(self) -> dict[str, Any]:
-        """As reports and records have it."""
+        """Return it in the form of reports and records."""
         return {
             "results": self.results,
             "goals": [goal.as_dict() for goal in self.goals],

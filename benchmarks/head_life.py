@@ -102,7 +102,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Of its folder and its file."""
+        """Return the name of its folder and file."""
         return "-".join((self.trunk, self.corpus, self.donor, str(self.steps), *self.flags))
 
 

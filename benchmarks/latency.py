@@ -74,7 +74,7 @@ class Answer:
         return (self.last - self.first) / max(self.tokens - 1, 1)
 
     def figures(self) -> tuple[float, float, float, float]:
-        """In the order of `SHOWN`."""
+        """Return values in the order of `SHOWN`."""
         return 1e3 * self.first, 1e3 * self.between, self.last, self.tokens / self.last
 
 

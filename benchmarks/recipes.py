@@ -100,7 +100,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its record."""
+        """Return the name of its record."""
         return f"{self.recipe}/{self.trunk}/{self.domain}/{self.context}/{self.seed}"
 
 
@@ -137,7 +137,7 @@ class Bench:
         (folder / "finished").touch()
 
     def record(self, cell: Cell) -> dict[str, Any]:
-        """The record of a cell, which is trained unless it has been; one that failed is tried again, and says why."""
+        """Return a cell's record; train it if there is none. A cell that failed is tried again, and says why."""
         if "failed" in self.cells.get(cell.name, {"failed": "never tried"}):
             try:
                 self.cells[cell.name] = self._trained(cell)

@@ -112,13 +112,13 @@ class Arm:
 
     @property
     def settings(self) -> MTPConfig:
-        """Of the attached head."""
+        """Return settings of the attached head."""
         loss = {} if self.loss is None else {"mtp_loss": self.loss}
         return MTPConfig(mtp_train_only=not self.drafter, **loss, **self.drafter)
 
     @property
     def flags(self) -> list[str]:
-        """Those that train the drafter before the first step."""
+        """Return the flags that train the drafter before the first step."""
         return [part for name, value in self.drafter.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
 

@@ -100,7 +100,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Return the name of its record."""
+        """The key of its record."""
         return f"{self.recipe}/{self.trunk}/{self.domain}/{self.context}/{self.seed}"
 
 

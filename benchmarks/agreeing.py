@@ -73,7 +73,10 @@ def agreeing_model(
 
 
 def bytes_of_a_step(model: GPTModel) -> int:
-    """Of the weights that a plain step reads: layers, last norm and head; of the embedding only rows of tokens."""
+    """Return bytes of weights that a plain step reads: layers, last norm and head.
+
+    Only rows of tokens of the embedding.
+    """
     tied = model.share_embeddings_and_output_weights
     head = model.embedding.word_embeddings.weight if tied else model.output_layer.weight
     return sum(weight.nbytes for weight in (*model.decoder.parameters(), head))

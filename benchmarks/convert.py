@@ -172,7 +172,7 @@ FILES = 20
 
 
 def write_experts(folder: Path, files: int, config: dict[str, Any]) -> None:
-    """A GLM-4 MoE folder of zeros in so many files."""
+    """Write a GLM-4 MoE folder of zeros in this many files."""
     from megatron_mtp.checkpoint.hf.writer import HFShards
 
     folder.mkdir(parents=True)

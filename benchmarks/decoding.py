@@ -143,7 +143,7 @@ def shape_of(model: str, wanted: Namespace) -> Shape:
 
 
 def runner_of(model: str, dtype: torch.dtype, wanted: Namespace) -> Runner:
-    """The model, small or large; the small one's checkpoint where there is one, else random weights."""
+    """Load the model, small or large: the small one's checkpoint if there is one, else random weights."""
     shape = shape_of(model, wanted)
     if model == "small" and wanted.checkpoint.is_dir() and not wanted.quick:
         return load_runner(wanted.checkpoint, dtype=dtype)

@@ -57,7 +57,7 @@ FLAGS = {"--cpu-time": {"action": "store_true", "help": "one thread and its CPU 
 
 
 def depth_cost(wanted: Namespace) -> Found:
-    """Every number of depths beside none, in both sizes."""
+    """Compare every number of depths with none, in both sizes."""
     if wanted.cpu_time:
         torch.set_num_threads(1)
     clock = "cpu" if wanted.cpu_time else "wall"
@@ -89,7 +89,7 @@ def depth_cost(wanted: Namespace) -> Found:
 
 
 def measured(sizes: Sizes, repeats: int) -> tuple[Timed, dict[int, float]]:
-    """What steps of every D took, and the peak of one in MiB."""
+    """Return the times of steps for every D, and the peak memory of one in MiB."""
     for destroy in FORGET:
         destroy()
     set_up_megatron(sizes, max(DEPTHS))
@@ -100,7 +100,7 @@ def measured(sizes: Sizes, repeats: int) -> tuple[Timed, dict[int, float]]:
 
 
 def build(depths: int) -> Side:
-    """Our model with so many depths, in training."""
+    """Build this package's model with this many depths, in training mode."""
     get_args().mtp_num_layers = depths or None
     return our_gpt(make_batches())
 

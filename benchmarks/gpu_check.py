@@ -114,7 +114,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def list_parts(chosen: list[str], short: bool) -> int:
-    """What there is, in the order in which it runs."""
+    """List all parts, in the order in which they run."""
     for name in chosen:
         part = PARTS[name]
         given = " ".join(f"{key}={value}" for key, value in part.given.items())
@@ -124,7 +124,7 @@ def list_parts(chosen: list[str], short: bool) -> int:
 
 
 def chosen_parts(names: list[str], short: bool) -> list[str]:
-    """Those of a short run, or of these names, or all; in the table's order.
+    """Return the parts of a short run, or with these names, or all; in the table's order.
 
     Raises:
         ValueError: no part has such a name.
@@ -212,7 +212,7 @@ def follow(folder: Path, seconds: float, archive: Path | None) -> list[dict[str,
 
 
 def settle(folder: Path) -> None:
-    """Of a run that was ended from outside: its parts were too."""
+    """Complete the records of a run that was ended from outside, along with its parts."""
     if has_ended(folder):
         return
     for name in [name for name in record.parts_of(folder, "begins") if name not in record.parts_of(folder, "ended")]:
@@ -239,7 +239,7 @@ def in_words(at: float, what: str, part: str = "", status: str = "", why: str | 
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """All files of the run in one, beside and renamed."""
+    """Write all files of the run into one archive, through a temporary file."""
     with written_beside(archive) as beside, tarfile.open(beside, "w:gz") as packed:
         for file in sorted(folder.iterdir()):
             if file.is_file() and file.suffix != ".partial" and file.resolve() != archive.resolve():
@@ -268,7 +268,7 @@ def report(records: list[dict[str, Any]], ending: str) -> None:
 
 
 def merge(folders: list[Path], target: Path) -> int:
-    """Write the page of several runs, beside and renamed."""
+    """Write the page of several runs, through a temporary file."""
     text = page(records_of(folders))
     with written_beside(target) as beside:
         beside.write_text(text, encoding="utf-8")

@@ -62,7 +62,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Spent:
-    """What one step took: seconds of the clock, and of all this process's threads (less disturbed by other load)."""
+    """Cost of one step: wall-clock seconds, and CPU seconds of all threads of this process (less noisy under load)."""
 
     wall: float
     cpu: float
@@ -112,7 +112,7 @@ def _written(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """What a benchmark, or a part of one, found; `not_run` names pieces that did not run, and why."""
+    """Result of a benchmark, or of part of one; `not_run` names pieces that did not run, with the reasons."""
 
     results: dict[str, Any]
     goals: Sequence[Goal] = ()
@@ -121,13 +121,13 @@ class Found:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Found":
-        """From a report or a record."""
+        """Create it from a report or a record."""
         goals = [Goal(one["what"], one["value"], one["goal"], one["op"]) for one in record["goals"]]
         tables = [Table(**table) for table in record["tables"]]
         return cls(record["results"], goals, tables, record.get("not run", {}))
 
     def as_dict(self) -> dict[str, Any]:
-        """As reports and records have it."""
+        """Return it in the form of reports and records."""
         return {
             "results": self.results,
             "goals": [goal.as_dict() for goal in self.goals],
@@ -204,20 +204,20 @@ def hardware(on_cpu: bool) -> dict[str, Any]:
 
 
 def driver_version(about: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """Of NVIDIA's kernel module; None where it does not say."""
+    """Return the version of NVIDIA's kernel module; None if it is unknown."""
     found = re.search(r"Kernel Module.*?  (\d[\d.]+)  ", about.read_text()) if about.exists() else None
     return found and found[1]
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """As the kernel calls it; the architecture where it does not say."""
+    """Return the CPU's name from the kernel, or the architecture if it has none."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and of what is measured, as it is imported; None for a package that is not installed."""
+    """Return versions of Python and of the measured packages as imported; None for a package that is not installed."""
     from megatron_mtp import __version__
     from megatron_mtp.megatron.patches.patch import installed
 
@@ -226,7 +226,7 @@ def versions() -> dict[str, str | None]:
 
 
 class Timed(dict[str, list[Spent]]):
-    """What every round took, by side."""
+    """Times of every round, by side."""
 
     def medians(self, clock: str = "wall") -> dict[str, float]:
         """Seconds of a step, by side; of the clock or of the "cpu"."""
@@ -334,7 +334,7 @@ def _profiled_peak(step: Callable[[], object]) -> int:
 
 
 def in_own_process(work: Callable[..., Any], *given: object) -> Any:
-    """What it returns in a new process, whose peak of resident memory is its own."""
+    """Run a function in a new process, which has its own peak of resident memory, and return its result."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         return process.submit(work, *given).result()
 

@@ -79,7 +79,7 @@ class Trunk(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Trunk":
-        """A trunk as the command line names it; ArgumentTypeError where there is none."""
+        """Parse a trunk from the command line. Raise ArgumentTypeError if it does not exist."""
         name, _, folder = text.partition("=")
         if folder and name not in TRUNKS and (Path(folder) / "config.json").exists():
             return cls(name, Path(folder).absolute())
@@ -102,7 +102,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Of its folder and its file."""
+        """Return the name of its folder and file."""
         return "-".join((self.trunk, self.corpus, self.donor, str(self.steps), *self.flags))
 
 
@@ -239,7 +239,7 @@ def chat_of(text: str) -> list[dict[str, str]]:
 
 
 def train_trunk(place: Path, trunk: str, steps: int, text: Texts) -> None:
-    """A trunk with its layer at half of the training and at its end, and the latter as a Hugging Face folder."""
+    """Train a trunk; save its MTP layer halfway and at the end, and the end as a Hugging Face folder."""
     folder, tokenizer = place / trunk, place / "texts" / "tokenizer"
     mark = folder / "finished"
     if mark.exists():

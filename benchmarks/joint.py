@@ -91,7 +91,7 @@ def small_model(folder: Path, data: Path) -> None:
 
 
 def measured(work: Workload, given: dict[str, Any]) -> dict[str, Any]:
-    """What `generate --compare --json` prints of a method."""
+    """Return what `generate --compare --json` prints for a method."""
     config = config_from(given)
     make_method(work.runner, config, work.sampling, work.drafter)  # refuses what does not fit
     cost, plain, same = work.compared(config, [])
@@ -101,7 +101,7 @@ def measured(work: Workload, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def goals(figures: dict[str, dict[str, Any]]) -> list[Goal]:
-    """What the paper promises of MTAD: more tokens a forward than speculative decoding, of lower perplexity."""
+    """Check the paper's claims for MTAD: more tokens per forward than speculative decoding, with lower perplexity."""
     mtad = figures["MTAD, tau 0.5"]
     length = mtad["accepted_length"] / figures["speculative"]["accepted_length"]
     perplexity = mtad["perplexity"] / mtad["plain_perplexity"]

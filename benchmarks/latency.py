@@ -74,7 +74,7 @@ class Answer:
         return (self.last - self.first) / max(self.tokens - 1, 1)
 
     def figures(self) -> tuple[float, float, float, float]:
-        """In the order of `SHOWN`."""
+        """Return values in the order of `SHOWN`."""
         return 1e3 * self.first, 1e3 * self.between, self.last, self.tokens / self.last
 
 
@@ -91,7 +91,7 @@ def latency(wanted: Namespace) -> Found:
 
 
 def measured(wanted: Namespace) -> Found:
-    """What a server's requests took."""
+    """Return times of a server's requests."""
     chance = random.Random(1)
     prompts = [[chance.randrange(VOCABULARY) for _ in range(wanted.prompt_tokens)] for _ in range(wanted.requests)]
     model = wanted.model or json.loads(answer_of(wanted, "/v1/models").read())["data"][0]["id"]

@@ -100,7 +100,7 @@ def marginal(vocabulary: int, tokens: int, repeats: int) -> tuple[tuple[float, f
 
 
 def peaks_and_times(depths: int | None, repeats: int) -> tuple[dict[str, float], Timed]:
-    """MiB of a step by side, and what so many rounds of steps took."""
+    """Return MiB of a step by side, and the times of this many rounds of steps."""
     gc.collect()  # models of before, whose modules refer to each other
     sides, _ = both(our_gpt, megatron_gpt, depths)
     steps = {name: side.step for name, side in sides.items()}

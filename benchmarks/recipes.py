@@ -164,7 +164,7 @@ class Bench:
         (folder / "finished").touch()
 
     def record(self, cell: Cell) -> dict[str, Any]:
-        """The record of a cell, which is trained unless it has been; one that failed is tried again, and says why."""
+        """Return a cell's record; train it if there is none. A cell that failed is tried again, and says why."""
         if "failed" in self.cells.get(cell.name, {"failed": "never tried"}):
             try:
                 self.cells[cell.name] = self._trained(cell)
@@ -340,7 +340,7 @@ def orders_table(orders: list[dict[str, Any]]) -> Table:
 
 
 def given_model(text: str) -> Trunk:
-    """A Hugging Face model as the command line names it; ArgumentTypeError where there is none."""
+    """Parse a Hugging Face model from the command line. Raise ArgumentTypeError if it does not exist."""
     trunk = Trunk.parse(text)
     if trunk.model is None:
         raise ArgumentTypeError(f"{text} was given; give a name, = and the folder of a Hugging Face model.")

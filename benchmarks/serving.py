@@ -103,7 +103,7 @@ def requests_of(runner: Runner, number: int, prompt: Callable[[int], list[int]])
 
 
 def measured(runner: Runner, requests: list[Request], texts: int, wanted: Namespace) -> tuple[dict[str, Any], float]:
-    """Rates of every side with so many requests at once, and that of automatic K over the best of the others."""
+    """Return rates of every side with this many concurrent requests, and automatic K's rate over the best other."""
     emitted, stats = dict[str, list[list[int]]](), dict[str, AcceptanceStats]()
     sides = sides_of(runner, requests, texts, emitted, stats)
     if wanted.transformers:

@@ -255,7 +255,7 @@ def make_batches() -> Batches:
 
 
 def megatron_forward_step(data_iterator: Iterator[Any], model: torch.nn.Module) -> tuple[Tensor, Any]:
-    """What Megatron's `pretrain_gpt.py` hands to `pretrain()`."""
+    """Return the forward step that Megatron's `pretrain_gpt.py` passes to `pretrain()`."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = megatron_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))

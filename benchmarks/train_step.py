@@ -115,7 +115,7 @@ def megatron_hybrid(batches: Batches, like: Side | None) -> Side:
 
 
 def with_pattern() -> Namespace:
-    """Megatron's arguments, and the layers of a hybrid with so many depths among them."""
+    """Return Megatron's arguments, and the layers of a hybrid with this many depths."""
     args = get_args()
     args.hybrid_layer_pattern = pattern(args.mtp_num_layers)
     return args
@@ -128,7 +128,7 @@ def pattern(depths: int) -> str:
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained on both sides, and how many of Megatron's steps one of ours may cost."""
+    """Model that both sides train, and how many of Megatron's steps one step of this package may cost."""
 
     sizes: dict[str, Sizes]
     ours: Callable[[Batches, Side | None], Side]

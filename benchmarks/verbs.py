@@ -16,7 +16,7 @@ class VerbError(RuntimeError):
 
 
 def run(verb: str, *words: object) -> str:
-    """What the verb prints; raises VerbError where it fails."""
+    """Run a command and return its output. Raise VerbError if it fails."""
     import megatron_mtp.training.run  # noqa: F401  (once, before the fork)
 
     given = [verb, *map(str, words)]

@@ -73,7 +73,7 @@ def windows(wanted: Namespace) -> Found:
 
 
 def goals(full: list[float], windowed: list[float]) -> list[Goal]:
-    """What longer contexts keep of that to 2k, and what the window costs in the first."""
+    """Check how much acceptance longer contexts keep relative to 2k, and the cost of the window in the first."""
     return [
         Goal("with a window, the least of longer contexts over 1k to 2k", min(windowed[3:]) / windowed[2], 0.95, ">="),
         Goal("without one, 8k to 16k over 1k to 2k", full[-1] / full[2], 0.95),
@@ -89,7 +89,7 @@ def small_corpus(place: Path) -> Path:
 
 
 def train(folder: Path, flags: list[Any], steps: int) -> None:
-    """A checkpoint after so many steps; done once."""
+    """Train once, and return a checkpoint after this many steps."""
     if not (folder / "latest_checkpointed_iteration.txt").exists():
         ends = ["--train-iters", steps, "--lr-warmup-iters", steps // 20, "--eval-interval", steps]
         run("train", *flags, *ends, "--save", folder, "--save-interval", steps)

@@ -112,13 +112,13 @@ class Arm:
 
     @property
     def settings(self) -> MTPConfig:
-        """Of the attached head."""
+        """Return settings of the attached head."""
         loss = {} if self.loss is None else {"mtp_loss": self.loss}
         return MTPConfig(mtp_train_only=not self.drafter, **loss, **self.drafter)
 
     @property
     def flags(self) -> list[str]:
-        """Those that train the drafter before the first step."""
+        """Return the flags that train the drafter before the first step."""
         return [part for name, value in self.drafter.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
 
@@ -137,7 +137,7 @@ def prompt_of(digits: list[int]) -> list[int]:
 
 
 def reward(prompt: list[int], answer: list[int]) -> float:
-    """The share of digits that stand where they do in the sorted list."""
+    """Return the share of digits that are in the same place in the sorted list."""
     right = sorted(prompt[1:-1])
     return sum(one == other for one, other in zip(answer[:DIGITS], right, strict=False)) / DIGITS
 
@@ -179,7 +179,7 @@ def trained(out: Path, folder: Path, flags: list[str], iterations: int) -> Path:
 
 
 def start_of(arm: Arm, out: Path, start: Path, iterations: int) -> Path:
-    """The checkpoint that an arm begins with: the policy, and its drafter in the place of the MTP layer."""
+    """Return the start checkpoint of an arm: the policy, with its drafter instead of the MTP layer."""
     if not arm.drafter:
         return start
     flags = ["--use-checkpoint-args", "--load", str(start), *arm.flags]
@@ -350,7 +350,7 @@ def summary(results: dict[str, Any]) -> list[str]:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of their mean; 0 for a single value."""
+    """Return the standard error of the mean; 0 for a single value."""
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 

@@ -26,7 +26,7 @@ PROMPT, ENTRIES = 16, 512
 
 
 def divergence(setting: Setting) -> Found:
-    """Texts that part, of so many, and the tokens before the first other one; by dtype and K."""
+    """Count sequences that diverge, and the tokens before the first difference; by dtype and K."""
     steps, prompts, tokens = (2, 2, 8) if setting.quick else (400, 64, 128)
     saved, corpus = trained(setting, steps), setting.folder / "corpus"
     rows: list[tuple[Any, ...]] = []

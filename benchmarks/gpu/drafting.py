@@ -53,7 +53,7 @@ def cudnn(setting: Setting) -> Found:
 
 
 def fused(setting: Setting) -> Found:
-    """K = 0 and 3 with CUDA graphs: with what stands between products compiled, and one operation after the other."""
+    """Compare K = 0 and 3 with CUDA graphs, with operations between products compiled and one after the other."""
     size, work = workload(setting)
     counts, rows, speeds, texts = (0, 3), list[tuple[Any, ...]](), dict[tuple[str, int], float](), list[Any]()
     for name, way in (("one by one", lambda function, _: function), ("compiled", dense_layer.fused)):
@@ -126,7 +126,7 @@ def found_of(
     bound: float,
     size: Model,
 ) -> Found:
-    """Of the rounds so far; `bound` is the least seconds of a forward."""
+    """Return the result of the rounds so far; `bound` is the least seconds of a forward pass."""
     medians = {side: median(spent) for side, spent in costs.items()}
     plain = {graphed: medians[0, graphed].tokens_per_second for graphed in (False, True)}
     found: list[dict[str, Any]] = [
@@ -154,7 +154,7 @@ def found_of(
 
 
 def drafting_goals(found: list[dict[str, Any]], graphs: bool) -> list[Goal]:
-    """All sides emit the same text; where there are graphs, they are worth it, and drafting is beside them."""
+    """Check that all sides emit the same text, that graphs pay, and that drafting pays with them."""
     goals = [
         Goal("drafting: sides that emit other tokens than plain decoding", sum(not e["as plain"] for e in found), 0)
     ]
@@ -203,7 +203,7 @@ def energy(setting: Setting) -> Found:
 
 
 def joules_a_token(work: Workload, count: int, least: float) -> tuple[float, float, float]:
-    """The mean power in watts over at least so many seconds, and tokens a forward, too."""
+    """Return joules per token from the mean power in watts over at least this many seconds, and tokens per forward."""
     _, cost = timed(work, count)
     spent, begun, tokens = start_meter(), time.monotonic(), 0
     while time.monotonic() - begun < least:
@@ -213,7 +213,7 @@ def joules_a_token(work: Workload, count: int, least: float) -> tuple[float, flo
 
 
 def profiled(setting: Setting) -> Found:
-    """What the device does in a step of K = 3 with CUDA graphs: kernels by their time, over a text's steps."""
+    """Profile steps of K = 3 with CUDA graphs: kernels by their time, over the steps of a sequence."""
     size, work = workload(setting)
     new_tokens = min(size.new_tokens, 128)
     given = (work.runner, [PROMPT], new_tokens, None, config_of(3))

@@ -12,7 +12,7 @@ WIDTH = 110
 
 
 def block(folder: Path) -> str:
-    """Of a run that has ended, in a fence."""
+    """Return the record of a run that has ended, in a code fence."""
     happened = record.events(folder)
     begun = next(each for each in happened if each["what"] == "starts")
     records = {name: record.read(folder / f"{name}.json") for name in record.parts_of(folder, "ended")}
@@ -38,7 +38,10 @@ def block(folder: Path) -> str:
 
 
 def outcome(one: dict[str, Any] | None) -> tuple[str, str]:
-    """What became of a part, by its record if it began: passed, failed or skipped; and its seconds, or why."""
+    """Return a part's result from its record, if it began: passed, failed or skipped.
+
+    And its seconds, or the reason.
+    """
     if one is None:
         return "skipped", "the run ended before it"
     if one["status"] == "not run":
@@ -63,5 +66,5 @@ def named(found: dict[str, str | None]) -> str:
 
 
 def beside(word: str, text: str) -> list[str]:
-    """The text in lines, behind a word."""
+    """Return the text in lines after a word."""
     return wrap(text, WIDTH, initial_indent=f"{word:10}", subsequent_indent=" " * 10, break_on_hyphens=False)

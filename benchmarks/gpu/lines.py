@@ -36,7 +36,7 @@ USED = "losses drafting divergence replays training serving suite".split()
 
 @dataclass(frozen=True)
 class Lines:
-    """Where the lines of a run listen, and the line of whoever asks."""
+    """Addresses of a run's fork servers ("lines"), and the caller's own line."""
 
     address: str
     own: str
@@ -55,7 +55,7 @@ class Lines:
 
 
 def place(address: str, line: str) -> str:
-    """In Linux's own namespace of sockets."""
+    """Return an address in Linux's abstract socket namespace."""
     return f"\0{address}-{line}"
 
 

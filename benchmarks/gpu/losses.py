@@ -36,7 +36,7 @@ def losses(setting: Setting) -> Found:
 
 @exact_float32()
 def against_float64(setting: Setting) -> Found:
-    """Errors relative to the largest entry in float64; in bfloat16 beside those of the definition in bfloat16."""
+    """Return errors relative to the largest entry in float64; in bfloat16 also errors of the definition in bfloat16."""
     tokens, hidden, entries = SMALL if setting.quick else (4096, 1024, 32768)
     rows: list[tuple[Any, ...]] = []
     goals = []
@@ -58,7 +58,10 @@ Errors = tuple[float, ...]
 
 
 def errors_of(name: str, dtype: torch.dtype, tokens: int, hidden: int, entries: int) -> tuple[Errors, Errors]:
-    """Of the chunked loss, and of the definition in the same type; both start from the same rounded numbers."""
+    """Return errors of the chunked loss, and of the definition in the same type.
+
+    Both start from the same rounded numbers.
+    """
     states_NH, weight_VH, labels_N = problem(tokens, hidden, entries, dtype)
     ours = chunked(name, states_NH, weight_VH, labels_N), states_NH.grad, weight_VH.grad
     exact = defined(name, states_NH, weight_VH, labels_N, torch.float64)

@@ -32,7 +32,7 @@ def records_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def page(records: Sequence[dict[str, Any]]) -> str:
-    """The page as Markdown; what stands above its records is kept."""
+    """Return the page as Markdown; text above its records is kept."""
     ran = [(one["part"], _card(one), one["date"], one["seconds"], _outcome(one)) for one in records]
     never = [f"`{name}`" for name in PARTS if name not in {one["part"] for one in records}]
     header = ("part", "card", "date", "seconds", "outcome")

@@ -35,7 +35,7 @@ class Command:
     log: Path
 
     def printed(self, seconds: float, well: Sequence[int] = (0,)) -> str:
-        """What it printed, once it has ended; RuntimeError where it did not end well, or in time."""
+        """Return the output after the process ended. Raise RuntimeError if it failed or exceeded its time."""
         try:
             status: int | str = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -50,7 +50,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a part is given.
+    """Inputs of a part.
 
     Attributes:
         name: the part's.
@@ -80,5 +80,5 @@ class Setting:
         return Command(self.lines.start(words, log, line), log)
 
     def run(self, name: str, words: Sequence[object], line: str | None = None) -> str:
-        """What the command printed; RuntimeError where it did not end well, or in time."""
+        """Run a command and return its output. Raise RuntimeError if it failed or exceeded its time."""
         return self.start(name, words, line).printed(self.left)

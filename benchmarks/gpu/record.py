@@ -42,7 +42,7 @@ def begin(part: str, command: str) -> dict[str, Any]:
 
 
 def write(folder: Path, record: dict[str, Any]) -> None:
-    """As PART.json, beside and renamed."""
+    """Write PART.json to a temporary file, and rename it."""
     with written_beside(folder / f"{record['part']}.json") as beside:
         beside.write_text(json.dumps(record, indent=1), encoding="utf-8")
 
@@ -77,7 +77,7 @@ def event(folder: Path, what: str, **more: Any) -> None:
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    """Of the run so far."""
+    """Return the events of the run so far."""
     return [json.loads(line) for line in (folder / EVENTS).read_text(encoding="utf-8").splitlines()]
 
 

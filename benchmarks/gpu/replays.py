@@ -32,14 +32,14 @@ CASES: dict[str, tuple[dict[str, Any] | None, Sampling]] = {
 
 
 def replays(setting: Setting) -> Found:
-    """Of a dense model of random weights, bfloat16."""
+    """Check replays of a dense model with random weights in bfloat16."""
     join_world()
     size = (1, 64, 256) if setting.quick else (4, 512, 4096)
     return replayed(setting, Runner(agreeing_model(*size, depths=2, noise=0.5).to(torch.bfloat16)), "dense")
 
 
 def expert_replays(setting: Setting, flags: str) -> Found:
-    """Of a model with experts after some steps of training, float32."""
+    """Check replays of a model with experts after some training steps in float32."""
     checkpoint = saved(setting, f"{TRAINED} {flags} --mtp-num-layers 2", 2 if setting.quick else 20)
     with mock.patch.dict(os.environ, {STATIC_EXPERTS: "1"}):
         runner = load_runner(checkpoint, dtype=torch.float32)

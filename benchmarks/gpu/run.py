@@ -35,7 +35,7 @@ SPARE, LEAST = 8.0, 15.0
 
 @dataclass(frozen=True)
 class Run:
-    """What is run, and until when (`time.monotonic`).
+    """Parts to run, and the deadline (`time.monotonic`).
 
     Attributes:
         folder: takes all files.
@@ -93,7 +93,7 @@ class Run:
         record.end(self.folder, ended)
 
     def outcome(self, name: str, lines: Lines, seconds: float) -> str:
-        """How the part's process ended, in words; nothing that it started is left behind."""
+        """Run a part and describe how its process ended; every process that it started is ended."""
         own_time = max(seconds - SPARE, seconds / 2)
         sizes = [size for size in ("quick", "short") if getattr(self, size)]
         with tempfile.TemporaryDirectory(record.SCRATCH, dir=self.folder) as scratch:

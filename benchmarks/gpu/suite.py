@@ -11,7 +11,7 @@ PYTEST = "-m pytest -q -o addopts= -p no:cacheprovider -p no:xdist --continue-on
 
 
 def unit_tests(setting: Setting, names: str) -> Found:
-    """What pytest counts in files `test_NAME.py` below tests/unit; a quick run counts the first one's."""
+    """Return pytest's counts for the files `test_NAME.py` in tests/unit; a quick run counts only the first one."""
     file = setting.folder / "tests.xml"
     files = [str(next(Path("tests/unit").rglob(f"test_{name}.py"))) for name in names.split()]
     chosen = files[:1] if setting.quick else files
@@ -30,7 +30,7 @@ def unit_tests(setting: Setting, names: str) -> Found:
 
 
 def counts(file: Path) -> dict[str, Any]:
-    """Of a JUnit file: tests, skipped, failed, and the names of the first twenty that failed."""
+    """Read a JUnit file: tests, skipped, failed, and the names of the first twenty failures."""
     cases = list(ElementTree.parse(file).iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     return {

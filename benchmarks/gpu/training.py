@@ -40,7 +40,7 @@ def parity(setting: Setting, depths: int = 2, flags: str = "", device_flags: str
 
 
 def eight_bits(setting: Setting, recipe: str, form: str) -> Found:
-    """In FP8, with weights in bfloat16 and in FP8; the CPU trains in bfloat16."""
+    """Train in FP8, with weights in bfloat16 and in FP8; the CPU trains in bfloat16."""
     flags = f"--fp8-recipe {recipe} --fp8-format {form}"
     return compared(setting, {"FP8": flags, "FP8, weights too": f"{flags} {GATHERED}"}, "", 2, "", 4 * APART)
 
@@ -70,7 +70,7 @@ def compared(setting: Setting, sides: dict[str, str], on_cpu: str, depths: int, 
 
 
 def saved(setting: Setting, flags: str, steps: int, line: str | None = None) -> Path:
-    """A checkpoint after so many steps."""
+    """Return a checkpoint after this many steps."""
     folder = setting.folder / "saved"
     setting.run("save", pretrain(f"{flags} --train-iters {steps} --save-interval {steps} --save {folder}"), line)
     return folder
@@ -104,7 +104,7 @@ Steps = dict[int, dict[str, float]]
 
 
 def losses_of(folder: Path) -> Steps:
-    """Of the trunk and of every depth or draft."""
+    """Return losses of the trunk and of every depth or draft."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
         row["iteration"]: {name: value for name, value in row.items() if name.endswith(" loss")}
@@ -122,13 +122,13 @@ def distance(ours: Steps, theirs: Steps) -> float:
 
 
 def benchmark(setting: Setting, script: str, flags: str, quick: str, short: str = "") -> Found:
-    """What another benchmark reports, with `flags`; in a quick run with `quick`, in a short one with `short`."""
+    """Run another benchmark with `flags` and return its report; add `quick` in a quick run, `short` in a short one."""
     own = f"--quick {quick}" if setting.quick else short if setting.short else flags
     return Found.of(json.loads(setting.run(script, [ROOT / "benchmarks" / script, *own.split()]).splitlines()[-1]))
 
 
 def first_step(setting: Setting, **given: str) -> Found:
-    """Of a training benchmark the first step alone: parts run beside this one, so that times say nothing."""
+    """Run only the first step of a training benchmark: other parts run at the same time, so times mean nothing."""
     first = benchmark(setting, **given).results[FIRST]
     rows, goals = [], []
     for depths, sides in first.items():

@@ -42,7 +42,7 @@ the policy frozen too it is nothing."""
 
 
 def compare(layout: str, trunk: str, cases: Sequence[str]) -> dict[str, dict[str, list[str]]]:
-    """Of every case, a kind of drafters and the form of its batches, what differs."""
+    """Return the differences in every case: a kind of drafter and a form of batches."""
     found, has_stages = {}, layout.startswith("pp2")
     own = Path(os.environ["OF_ONE_PROCESS"], f"rank {torch.distributed.get_rank()}")
     own.mkdir(exist_ok=True)

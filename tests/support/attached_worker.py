@@ -59,7 +59,7 @@ EMBEDDING, HEAD = "embedding.word_embeddings", "output_layer"
 
 
 def compare(layout: str, kind: str, cases: Sequence[str]) -> dict[str, dict[str, list[str]]]:
-    """Of every case what differs: its head, the origin of its depths, and the form of its batches."""
+    """Return the differences in every case: head, origin of the depths, and form of batches."""
     found, rounding = {}, 1e-4 if kind == "hybrid" else 1e-5  # gradients of decays are small sums of large terms
     for name in cases:
         head, origin, form = name.split()
@@ -118,7 +118,7 @@ def of_ranks(record: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def copies(model: Any, tied: bool, adopted: bool) -> list[str]:
-    """What is wrong with the last stage's copy of the embedding, which attach has made where there was none."""
+    """Return faults of the last stage's embedding copy, which attach makes if there is none."""
     weights = dict(model.named_parameters())
     copy = weights.get("embedding.word_embeddings.weight")
     if model.pre_process or adopted or not model.post_process:
@@ -161,7 +161,7 @@ def batch_of(seed: int, form: str) -> tuple[dict[str, Any], Any]:
 
 
 def with_even_mask(batch: dict[str, Any], packed: Any) -> tuple[dict[str, Any], Any]:
-    """With a mask at tokens of which both context-parallel ranks have as many targets, at every depth.
+    """Mask tokens so that both context-parallel ranks have the same number of targets at every depth.
 
     Megatron's own MTP takes the mean of each rank's targets, and then that of the ranks. Depth d has the target t at
     position t - d - 1: in the same chunk for the last token of a chunk of four or more.

@@ -23,7 +23,7 @@ Spoil = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Kind:
-    """What the faults need to know of a family.
+    """Facts about a family that the faults need.
 
     Attributes:
         depths: of the folder.
@@ -167,7 +167,7 @@ def _common(name: str, kind: Kind) -> Iterator[Row]:
 
 
 def _own(name: str) -> list[Row]:
-    """What fits one family alone."""
+    """Return faults that fit only one family."""
     return {
         "mimo": [
             ("wrong order", "depths exchanged", "other numbers", swap(r"mtp_layers\.0", "mtp_layers.1")),
@@ -292,7 +292,7 @@ def halves(tensor: Tensor) -> Tensor:
 
 
 def blocks(tensor: Tensor, width: int) -> Tensor:
-    """Heads of so many rows, the last first."""
+    """Return heads of this many rows, the last first."""
     return tensor.unflatten(0, (-1, width)).flip(0).flatten(0, 1).contiguous()
 
 

@@ -57,7 +57,7 @@ BASE_SHARE = 0.3
 
 
 def drafter_model(kind: str, drafted: list[int] | None = None) -> GPTModel:
-    """With the drafter in training; the trunk is frozen."""
+    """Return a model with the drafter in training and a frozen trunk."""
     given: dict[str, Any] = {"num_layers": LAYERS, "drafter_layers": READ, "drafter": KINDS[kind]}
     return our_model(DRAFTS, drafted=drafted, **given).double()
 

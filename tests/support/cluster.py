@@ -11,7 +11,7 @@ RECIPES = sorted(file.stem for file in (JOBS / "recipes").glob("*.sh"))
 
 
 class Cluster:
-    """What a job finds around it: SLURM's variables and commands, of which these write down how they are called."""
+    """Environment of a job: SLURM's variables, and stand-ins for its commands that record their calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -21,7 +21,7 @@ class Cluster:
         self.answer("scontrol", "echo node7; echo node8; echo JobState=RUNNING")
 
     def answer(self, command: str, script: str) -> None:
-        """What the command does, once it has written down its arguments."""
+        """Return the command's result, after its arguments were recorded."""
         file = self.folder / "bin" / command
         file.write_text(f'#!/bin/bash\nprintf "%s\\0" "$@" >>{self.folder}/{command}\n{script}\n')
         file.chmod(0o755)
@@ -42,6 +42,6 @@ class Cluster:
         return subprocess.run(["bash", copy, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True)
 
     def given(self, command: str = "srun") -> list[str]:
-        """The words of all calls of a command."""
+        """Return the words of all calls of a command."""
         called = self.folder / command
         return called.read_text().split("\0")[:-1] if called.exists() else []

@@ -87,7 +87,7 @@ def main(*command: str) -> None:
 
 
 def run(program: str, *arguments: str) -> None:
-    """What the program would do."""
+    """Do what the program would do."""
     match program, arguments:
         case "megatron-mtp", (verb, *rest):
             run_verb(verb, rest)
@@ -136,7 +136,7 @@ def shorter(verb: str, arguments: Sequence[str]) -> list[str]:
 
 
 def run_ranks(*arguments: str) -> None:
-    """What torchrun would start, in `RANKS` processes."""
+    """Do what torchrun would start, in `RANKS` processes."""
     given = launcher().parse_args(arguments)
     words = [given.training_script, *given.training_script_args]
     if given.module and words[0] == "megatron_mtp" and IS_SHORT not in os.environ:
@@ -205,7 +205,7 @@ echo localhost
 
 
 def run_job(*arguments: str) -> None:
-    """The job of sbatch on one node, with stand-ins for SLURM's commands; every element of an array in turn."""
+    """Run sbatch's job on one node, with stand-ins for SLURM's commands; elements of an array one after the other."""
     place = next(place for place, word in enumerate(arguments) if word.endswith(".sbatch"))
     last = next((word.partition("=0-")[2] for word in arguments[:place] if word.startswith("--array=0-")), "")
     stand_ins = Path("slurm").absolute()

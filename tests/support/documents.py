@@ -72,7 +72,7 @@ def strings(source: str, filled: str = "X") -> Iterator[tuple[int, str]]:
 
 
 def flags_in(text: str) -> list[str]:
-    """Every `--flag` that a text names; not `--mtp-*`, which stands for many."""
+    """Return every `--flag` in a text, except `--mtp-*`, which means several."""
     return _FLAG.findall(text)
 
 
@@ -115,7 +115,7 @@ PASSES_ON = ("attach", "evaluate")
 
 @cache
 def parser_of(verb: str) -> ArgumentParser:
-    """With all flags of a verb of `megatron-mtp`, those that it passes on to `train` included."""
+    """Return a parser with all flags of a `megatron-mtp` command, including flags passed on to `train`."""
     from megatron_mtp.cli import verbs
 
     if verb not in verbs.VERBS:

@@ -73,7 +73,7 @@ def gradients_of_stage(
     own_S: Tensor | None = None,
     progress: float = HALFWAY,
 ) -> dict[str, Tensor]:
-    """A drafter's gradients of a model that `train` builds with the weights of a stock model, by the latter's names.
+    """Return a drafter's gradients in a model of `train` with a stock model's weights, by the stock model's names.
 
     Args:
         head: the drafter, as it is attached.

@@ -27,7 +27,7 @@ if __name__ == "__main__":
     HYBRID = "M*EG/MG*/MG*"
 
     def texts_and_drafts(kind: str, ranks: int, folder: Path) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
-        """Of every method on so many tensor-parallel ranks; one rank saves its weights, more load them."""
+        """Return texts and drafts of every method on this many tensor-parallel ranks; one rank saves its weights."""
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(ranks)
         model_parallel_cuda_manual_seed(0)

@@ -162,7 +162,7 @@ def p_value_of(settings: dict[str, Any], drafted: list[int] | None = None, pair:
 
 
 def prompts_of(batch: int, longest: int = 12, seed: int = 5) -> list[list[int]]:
-    """Of 1 to `longest` tokens."""
+    """Return prompts of 1 to `longest` tokens."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [1 + number * 7 % longest for number in range(batch)]
     return [torch.randint(1, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
@@ -241,13 +241,13 @@ def draft_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def want_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU."""
+    """Restrict shapes, as on a GPU."""
     for module in (scheduler, engines):
         monkeypatch.setattr(module, "wants_few_shapes", lambda _: True)
 
 
 def place_static_experts_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runner puts `StaticExperts` in the place of experts."""
+    """Let a runner replace experts by `StaticExperts`."""
     monkeypatch.setenv(STATIC_EXPERTS, "1")
 
 
@@ -285,7 +285,7 @@ class Launches(TorchDispatchMode):
 
 @torch.inference_mode()
 def launches_of_a_layer(monkeypatch: pytest.MonkeyPatch, kind: str, paged: bool, **changes: Any) -> float:
-    """Of the trunk's forward of a few rows with the norms of CUDA: what two more layers add, halved."""
+    """Count launches of one layer in the trunk's forward of a few rows, with CUDA's norms: half of two more layers."""
     monkeypatch.setattr(backend, "BACKENDS", {"modules": Modules})  # compiled code launches nothing
     monkeypatch.setattr(dense_layer, "short_norm", lambda norm: norm)
     place_static_experts_everywhere(monkeypatch)
@@ -303,7 +303,7 @@ def launches_of_a_layer(monkeypatch: pytest.MonkeyPatch, kind: str, paged: bool,
 
 
 def without_numbers(model: GPTModel, fakes: FakeTensorMode) -> GPTModel:
-    """With weights that know their shapes alone, so that reading one back is refused."""
+    """Use weights that have only shapes, so that reading a value back fails."""
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
             module._parameters[name] = torch.nn.Parameter(fakes.from_tensor(weight).detach(), False)
@@ -348,7 +348,7 @@ def sequences_of(
 
 
 def two_steps(kind: str) -> None:
-    """Of a batch without numbers: drafted, verified and kept."""
+    """Draft, verify and keep two steps of a batch without values."""
     prompts, method = prompts_of(3), method_of(kind)
     model = model_of(kind, dtype=torch.bfloat16)
     with FakeTensorMode() as fakes:
@@ -427,7 +427,7 @@ class Recorder:
 
 @dataclass
 class Driven:
-    """What drove a run."""
+    """Proposer and statistics of a run."""
 
     proposer: Proposer
     stats: AcceptanceStats

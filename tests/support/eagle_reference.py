@@ -60,16 +60,16 @@ class Reference:
         self.layer, self.own = layer.tf_layer, layer
 
     def features(self, states: Tensor) -> Tensor:
-        """What step 1 reads, of the trunk's states that are read side by side."""
+        """Return the input of step 1: the trunk's states, concatenated."""
         return states @ self.own.fc.weight.t()
 
     def inputs(self, feature_H: Tensor, embedded_H: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual of the layer, and the input of its attention."""
+        """Return the residual of the layer, and the input of its attention."""
         both = rms(embedded_H, self.norms.enorm.weight), rms(feature_H, self.norms.hnorm.weight)
         return feature_H, torch.cat(both)
 
     def normed(self, states_SH: Tensor) -> Tensor:
-        """What the head reads."""
+        """Return the input of the head."""
         return rms(states_SH, self.own.norm.weight)
 
     def heads(self, given: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,7 +79,7 @@ class Reference:
         return turned(mixed[:, :-2].flatten(0, 1), position), turned(key_NC, position), value_NC
 
     def step(self, feature_H: Tensor, token: Tensor, position: int, seen: list[tuple[Tensor, Tensor]]) -> Any:
-        """The state [H], and the step's keys and values; `seen` are those before it."""
+        """Return the state [H], and the step's keys and values; `seen` are those of earlier steps."""
         attention, mlp = self.layer.self_attention, self.layer.mlp
         residual_H, given = self.inputs(feature_H, embedding(token, self.table))
         query_NC, *own = self.heads(given, position)

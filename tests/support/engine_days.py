@@ -50,7 +50,7 @@ def runner_of(kind: str = "gqa") -> Runner:
 
 
 def alone(request: Request, runner: Runner | None = None, drafter: Runner | None = None) -> list[int]:
-    """What `generate` gives for a request."""
+    """Return the result of `generate` for a request."""
     return generate(
         runner or runner_of(),
         [request.prompt],

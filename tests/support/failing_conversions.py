@@ -11,7 +11,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def failing(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
-    """The function, whose disk is full after so many calls."""
+    """Return the function, which fails with a full disk after this many calls."""
     left = iter(range(calls))
 
     def called(*arguments: Any) -> Any:

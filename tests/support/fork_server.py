@@ -195,7 +195,7 @@ def _has_device() -> bool:
 
 
 def _address() -> str:
-    """In Linux's own namespace of sockets, so that no file is left over."""
+    """Return an address in Linux's abstract socket namespace, which leaves no file."""
     return f"\0megatron-mtp-tests-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
 
 
@@ -299,7 +299,7 @@ class Server:
 
 
 def kill(child: int) -> None:
-    """With its session, unless it has none yet."""
+    """Kill a process with its session, unless it has none yet."""
     for end in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             end(child, signal.SIGKILL)
@@ -349,7 +349,7 @@ def status_of(words: list[str], run: Callable[..., None]) -> int:
 
 
 def run_main(first: str, *rest: str) -> None:
-    """What `python FIRST ...` runs, as `__main__`."""
+    """Run `python FIRST ...` as `__main__`."""
     if first == "-m":
         sys.path[0], sys.argv = os.getcwd(), list(rest)
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
@@ -372,7 +372,7 @@ LATE = (
 
 
 def import_all() -> None:
-    """All of the package, and what it uses, as far as it is installed."""
+    """Import the whole package and its installed dependencies."""
     import megatron_mtp
     from megatron_mtp.megatron.runtime import prepare
 
@@ -397,7 +397,7 @@ def import_all() -> None:
 
 
 def threads() -> int:
-    """Of this process; a fork has one of them."""
+    """Return the number of threads of this process; a fork has one of them."""
     return len(os.listdir("/proc/self/task"))
 
 

@@ -62,7 +62,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Ended:
-    """What a child has left: its exit status (-N for signal N, None if it was stopped), output, new files."""
+    """Result of a child: exit status (-N for signal N, None if it was stopped), output, new files."""
 
     status: int | None
     out: str
@@ -72,7 +72,7 @@ class Ended:
 
 
 def faults(case: Case, ended: Ended) -> list[str]:
-    """What is wrong with the end of a case; nothing, as it should be."""
+    """Return faults in the end of a case; none if it is right."""
     refused = ended.status not in (0, *case.statuses)
     lines = [line for line in ended.err.splitlines() if line.strip() and not WARNING.search(line)]
     found = {
@@ -125,7 +125,7 @@ def words(case: Case) -> list[str]:
 
 
 def files(folder: Path) -> Iterator[str]:
-    """Files that look whole: what is written beside, logs, caches and locks do not."""
+    """Return files that look complete: not temporary files, logs, caches and locks."""
     for path in folder.rglob("*"):
         name = str(path.relative_to(folder))
         if path.is_file() and not any(part in name for part in ("partial", ".lock", "cache", "tokenizer/")):

@@ -150,7 +150,7 @@ def around(model_type: str) -> list[str]:
 
 
 def _case(family: Family, config: HFConfig, layout: Layout) -> Record:
-    """What a family makes of a config: the layout that is seen in the names of its rules, flags, and rules as lines."""
+    """Return a family's result for a config: the layout seen in its rules' names, flags, and rules as lines."""
     if family.depths is not None:
         config = HFConfig({**config.keys, family.depths.keys[0]: layout.depths}, config.model_type)
     config = family.complete(config)
@@ -185,7 +185,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=weight)\d+$|(?<=bias)\d+$")
 
 
 def _template(rule: Rule) -> tuple[str, tuple[int, ...]]:
-    """A rule with letters in the place of the numbers in its first name, and these numbers."""
+    """Return a rule with letters instead of the numbers in its first name, and these numbers."""
     first = rule.hf[0].name if rule.hf else rule.mcore[0].key
     numbers = [int(found) for found in _NUMBER.findall(first)]
     hf = " + ".join(_hf(tensor, numbers) for tensor in rule.hf)
@@ -247,7 +247,7 @@ def _range(values: list[int]) -> str:
 
 
 def _moves(rule: Rule) -> str:
-    """What a rule's map does, seen from tensors whose numbers are all different, from equal ones, or from zeros."""
+    """Describe a rule's map, from tensors with distinct numbers, equal ones, or zeros."""
     shapes = [tensor.shape or (2, 3) for tensor in rule.hf]
     sizes = [torch.Size(shape).numel() for shape in shapes]
     numbered = [_count(shape, 1 + sum(sizes[:place])) for place, shape in enumerate(shapes)]
@@ -321,7 +321,7 @@ def _checksum(tensors: Iterable[Tensor]) -> str:
 
 
 def differences(before: object, now: object, where: str = "") -> list[str]:
-    """What is no longer there (-), and what is new (+)."""
+    """Return removed lines (-) and new lines (+)."""
     if isinstance(before, dict) and isinstance(now, dict):
         pairs = ((name, before.get(name), now.get(name)) for name in dict.fromkeys([*before, *now]))
         return [line for name, one, other in pairs for line in differences(one, other, f"{where}{name}: ")]
@@ -333,7 +333,7 @@ def differences(before: object, now: object, where: str = "") -> list[str]:
 
 @cache
 def of_commit(commit: str | None) -> Record:
-    """What `record` is at a commit, or at the one that last wrote the file.
+    """Return `record` at a commit, or at the commit that last wrote the file.
 
     Raises:
         subprocess.CalledProcessError: git is not there, or has no such commit.

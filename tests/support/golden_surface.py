@@ -38,7 +38,7 @@ def record() -> dict[str, Any]:
 
 
 def _flags() -> Names:
-    """Of every verb and of every command of `convert`; Megatron's are left out, and those of `train` of other verbs."""
+    """Return flags of every command and of `convert`'s commands, without Megatron's and without `train`'s in others."""
     from argparse import ArgumentParser
 
     from megatron.training.arguments import add_megatron_arguments
@@ -78,7 +78,7 @@ def _keys(keys: Iterable[str]) -> list[str]:
 
 
 def _config_keys() -> Names:
-    """Of `--speculative-config`; the fields of MTPConfig, which are flags and stored arguments; names of losses."""
+    """Return keys of `--speculative-config`, fields of MTPConfig (flags and stored arguments), and names of losses."""
     from megatron_mtp.decoding.config import COMMON_KEYS, PROPOSERS, VERIFIERS, keys
     from megatron_mtp.losses.table import LOSSES
     from megatron_mtp.spec.config import MTPConfig

@@ -35,7 +35,7 @@ def assert_compiles(
 
 
 def stack_bytes(cubin: bytes, folder: Path) -> int:
-    """Memory that a thread needs beside its registers: what is spilled goes there."""
+    """Return memory of a thread in addition to registers, which holds spilled registers."""
     (folder / "cubin").write_bytes(cubin)
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
     dump = subprocess.run(

@@ -205,7 +205,7 @@ def longcat_depths(trunk: Tensors, depths: int) -> Tensors:
 
 
 def without_idle_experts(tensors: Tensors) -> Tensors:
-    """As published folders of LongCat: the experts that return their input, here 4 and 5, have no weights."""
+    """Remove weights of experts that return their input (4 and 5), as in published LongCat folders."""
     return {name: tensor for name, tensor in tensors.items() if not re.search(r"\.experts\.[45]\.", name)}
 
 
@@ -245,7 +245,7 @@ def step_depths(trunk: Tensors, depths: int) -> Tensors:
 
 
 def glm_ocr_depths(trunk: Tensors, depths: int) -> Tensors:
-    """DeepSeek's names behind the text model's layers, without copies of embedding and head."""
+    """Add MTP layers with DeepSeek's names after the text model's layers, without copies of embedding and head."""
     out: Tensors = {}
     for k in range(depths):
         hf = f"model.language_model.layers.{SIZES['num_hidden_layers'] + k}."
@@ -593,7 +593,7 @@ def filled(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def write(folder: Path, tensors: Tensors, files: int = 1) -> None:
-    """As one file, or as several with an index."""
+    """Write one file, or several with an index."""
     if files == 1:
         save_file(tensors, folder / "model.safetensors")
         return

@@ -100,7 +100,7 @@ def _fields(pattern: str, tied: bool, position: str) -> dict[str, Any]:
 
 
 def hybrid_name(name: str) -> str:
-    """Of a GPT's parameter, in a hybrid that has an attention layer and an MLP (or MoE) for each of its layers."""
+    """Return a GPT parameter's name in a hybrid with an attention layer and an MLP (or MoE) for each GPT layer."""
     half = int(bool(re.search(r"\.(pre_mlp_layernorm|mlp)\.", name)))
     name = re.sub(r"^decoder\.layers\.(\d+)", lambda found: f"decoder.layers.{2 * int(found[1]) + half}", name)
     return name.replace(".tf_layer.", f".tf_layer.layers.{half}.").replace(

@@ -18,7 +18,7 @@ from unittest import mock
 
 
 def found_by(cases: str, *parts: str) -> dict[str, Any]:
-    """What a file beside this one finds in its parts; on the CPU, with torch's operations as the reference."""
+    """Return what a file next to this one finds in its parts; on the CPU, with torch's operations as reference."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, Path(__file__).parent / cases, *parts]
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -28,7 +28,7 @@ def found_by(cases: str, *parts: str) -> dict[str, Any]:
 
 @contextmanager
 def planted(kernels: ModuleType, old: str, new: str) -> Iterator[None]:
-    """With `new` for `old` in a module of kernels, for those that import it inside."""
+    """Replace `old` with `new` in a module of kernels, for code that imports it within the context."""
     source = Path(str(kernels.__file__)).read_text()
     assert old in source, old
     with tempfile.TemporaryDirectory() as folder:

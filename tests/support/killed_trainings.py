@@ -82,7 +82,7 @@ def main(folder: Path, kills: int, seed: int) -> dict[str, object]:
 
 
 def whole_iterations(run: Path) -> Saved:
-    """Of the iterations that say of themselves that they are whole: `metadata.json` is their last file."""
+    """Return iterations that are marked complete: `metadata.json` is their last file."""
     folders = sorted((run / SAVED).glob("iter_*/metadata.json"))
     return {file.parent.name: files(file.parent) for file in folders}
 
@@ -94,7 +94,7 @@ def saved_iteration(run: Path) -> int:
 
 
 def faults(run: Path, kept: int, before: Saved, after: Saved, right: dict[str, State]) -> list[str]:
-    """What a kill must not have done; iterations to `kept` were saved, those after it a run may save again."""
+    """Return violations after a kill; iterations up to `kept` were saved, and a run may save later ones again."""
     saved = [name for name in before if name <= f"iter_{kept:07d}"]
     found = [f"{name} was saved and has changed" for name in saved if after.get(name) != before[name]]
     new = [name for name, held in after.items() if before.get(name) != held]
@@ -132,7 +132,7 @@ def leaves(held: Any, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 def unreadable(run: Path) -> list[str]:
-    """What records the run can be read as soon as it has a row."""
+    """Return records of the run that cannot be read although it has a row."""
     if not (run / METRICS).exists():
         return []
     try:

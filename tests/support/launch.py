@@ -34,7 +34,7 @@ MEASURED = {"step seconds", "peak memory bytes"}
 
 @dataclass(frozen=True)
 class Command:
-    """A script, relative to the repository, with its arguments, in so many processes."""
+    """Script, relative to the repository, with its arguments and number of processes."""
 
     script: str | Path
     arguments: tuple[str, ...]
@@ -52,7 +52,7 @@ def torchrun(processes: int, script: str | Path, *arguments: str) -> Command:
 
 
 def pretrain(*flags: str, processes: int = 1) -> Command:
-    """`pretrain_gpt.py` with the tiny model and these flags beside."""
+    """Run `pretrain_gpt.py` with the tiny model and these additional flags."""
     return Command("pretrain_gpt.py", (*TINY_RUN, *flags), processes)
 
 
@@ -131,7 +131,7 @@ def _words(command: Command | list[str]) -> list[str]:
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun sets for a rank; of a single process nothing."""
+    """Return torchrun's variables for a rank; none for a single process."""
     common = fork_server.without_ranks()
     if ranks == 1:
         return common
@@ -148,7 +148,7 @@ def kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def finish(process: Ranks, log: Path, timeout: float = TIMEOUT) -> str:
-    """What a command that was started has printed, once it has ended well; AssertionError otherwise."""
+    """Return the output of a started command after it succeeded. Raise AssertionError otherwise."""
     try:
         status: str | int = process.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -159,12 +159,12 @@ def finish(process: Ranks, log: Path, timeout: float = TIMEOUT) -> str:
 
 
 def run(command: Command | list[str], log: Path, timeout: float = TIMEOUT) -> str:
-    """What a command printed, once it has ended well."""
+    """Run a command and return its output after it succeeded."""
     return finish(start(command, log), log, timeout)
 
 
 def output(command: Command | list[str], log: Path) -> str:
-    """What a command wrote to standard output; the rest goes to `log`."""
+    """Return a command's standard output; the rest goes to `log`."""
     with tempfile.TemporaryFile() as out, open(log, "ab", buffering=0) as errors:
         finish(Ranks(command, out, errors), log)
         out.seek(0)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Refusal:
-    """What is said of a line that depths cannot train with, and the words that come and go to mend it."""
+    """Refusal of a command line that depths cannot train with, and the words to add and remove to correct it."""
 
     says: str
     drop: str = ""

@@ -246,7 +246,7 @@ def step_of_run(metrics: Metrics) -> ForwardStep:
 
 
 def own_microbatches(kind: str, chunks: int) -> list[RerunDataIterator | None]:
-    """Those of this data-parallel rank, as Megatron's sampler deals them out, for every chunk of the model.
+    """Return this data-parallel rank's microbatches, in the order of Megatron's sampler, for every model chunk.
 
     Only the first tensor rank reads data.
     """
@@ -277,7 +277,7 @@ def megatron_losses(model: torch.nn.Module) -> dict[str, float]:
 
 
 def complete_gradients(model: list[torch.nn.Module]) -> None:
-    """With the distributed optimizer a rank holds the reduced gradient of its slices alone: gather all slices."""
+    """Gather all slices of gradients: with the distributed optimizer a rank has only its own reduced slices."""
     for chunk in model:
         if not chunk.ddp_config.use_distributed_optimizer:
             continue

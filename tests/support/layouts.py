@@ -52,7 +52,7 @@ _LATENT = f"{_WHOLE_QUERIES} --q-lora-rank 16"
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained: depths, flags beside `layout_jobs.COMMON`, the kind of batches, whether on a frozen trunk.
+    """Model to train: depths, flags in addition to `layout_jobs.COMMON`, kind of batches, whether the trunk is frozen.
 
     `beside` counts the drafts of a drafter beside MTP layers; `exact` ones are trained in float64.
     """
@@ -358,7 +358,7 @@ FEATURES = {
 
 
 def features(model: str) -> set[str]:
-    """What a layout may have to treat in a way of its own."""
+    """Return what a layout may have to treat specially."""
     of = MODELS[model]
     found = {name for name, words in FEATURES.items() if words in of.flags}
     found |= {of.batches, "one depth" if of.depths == 1 else "depths"}

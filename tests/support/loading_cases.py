@@ -97,7 +97,7 @@ def plant_object(file: Path, mark: Path) -> None:
 
 
 def plant_entries(folder: Path, mark: Path, common: bool) -> None:
-    """In the place of what is not a tensor: the arguments, or all the rest, which Megatron alone reads."""
+    """Replace entries that are not tensors: the arguments, or all others, which only Megatron reads."""
     catalogue = folder / STEP / ".metadata"
     metadata = pickle.loads(catalogue.read_bytes())
     with open(folder / STEP / DATA, "ab") as stream:
@@ -113,7 +113,7 @@ def plant_entries(folder: Path, mark: Path, common: bool) -> None:
 
 
 def older(folder: Path) -> Path:
-    """A checkpoint of Megatron's older format in the place of the distributed one; returns the file of its rank."""
+    """Replace the distributed checkpoint with one in Megatron's older format. Return the file of its rank."""
     shutil.rmtree(folder / STEP)
     (folder / STEP / "mp_rank_00").mkdir(parents=True)
     return folder / STEP / "mp_rank_00" / "model_optim_rng.pt"
@@ -252,7 +252,7 @@ def forget_checksums(folder: Path) -> None:
 
 
 def save_again(folder: Path) -> None:
-    """As Megatron without this package would: another save, while what says the old checksum stays."""
+    """Save again as Megatron without this package would, and keep the file with the old checksums."""
     left = (folder / STEP / "checksums.json").read_text()
     forget_checksums(folder)
     catalogue = folder / STEP / ".metadata"

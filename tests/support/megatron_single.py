@@ -175,7 +175,7 @@ def make_batch(
 
 
 def objective(model: LanguageModule, factor: float = LAMBDA, **settings: Any) -> NextTokensObjective:
-    """With the same weight for every depth, in one context-parallel rank."""
+    """Return an objective with the same weight for every depth, in one context-parallel rank."""
     depths = model.config.mtp_num_layers or 0
     group = parallel_state.get_context_parallel_group()
     return one_head([factor / depths] * depths, group, **settings) if depths else NextTokensObjective()

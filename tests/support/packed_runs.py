@@ -8,7 +8,7 @@ from megatron_mtp.training import forward_step, reading_stages
 
 
 def set_packed_run(monkeypatch: pytest.MonkeyPatch, rows: int, length: int, depths: int) -> None:
-    """One pipeline stage, with so many rows of chats of this length in a microbatch."""
+    """Set one pipeline stage, with this many rows of chats of this length in a microbatch."""
     args = Namespace(
         reads_chats=True,
         dataloader_inter_document_masking=False,

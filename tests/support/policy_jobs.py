@@ -76,7 +76,7 @@ def gradients(
     name: str = "",
     is_apart: bool = True,
 ) -> dict[str, Tensor]:
-    """Of a step of the policy, whole, by key; with the depths' loss where there are settings of it."""
+    """Return whole gradients of a policy step, by key; with the depths' loss if settings are given."""
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -180,7 +180,7 @@ def padded(number: int) -> Row:
 
 
 def cut(row: Row, offsets: Tensor) -> Row:
-    """With the positions that this context-parallel rank has."""
+    """Keep the positions of this context-parallel rank."""
     rank, ranks = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
     whole = torch.arange(row["tokens"].size(1))
     return {**row, "own": whole if ranks == 1 else positions_of_ranks(offsets, ranks)[rank]}

@@ -68,5 +68,5 @@ def _attributes() -> Iterator[tuple[Any, str]]:
 
 
 def _copied(value: Any) -> Any:
-    """Of a collection that tests change in place, as it is now."""
+    """Return a copy of a collection that tests change in place."""
     return copy.copy(value) if type(value) in (dict, list) else value

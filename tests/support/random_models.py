@@ -135,7 +135,7 @@ def _llama3(rng: random.Random, **changes: float) -> Rope:
 
 
 def _yarn(rng: random.Random, **changes: Any) -> Rope:
-    """Of latent attention: everything that Megatron has no flag for is one of the changes."""
+    """Return latent attention's YaRN; every setting without a Megatron flag is one of the changes."""
     original = rng.choice((64, 256))
     keys: Keys = {"rope_type": "yarn", "factor": rng.choice((4.0, 40.0)), "original_max_position_embeddings": original}
     refused = "truncate" if changes.get("truncate") is False else None

@@ -17,7 +17,7 @@ AT_ONCE = 2
 
 
 class Records:
-    """What jobs wrote; every job runs once, after those that it needs, in as many processes as its layout has."""
+    """Results of jobs. Every job runs once, after jobs that it needs, in as many processes as its layout has."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -30,7 +30,7 @@ class Records:
         self._expected = list(dict.fromkeys(jobs))
 
     def of(self, job: str) -> dict[str, Any]:
-        """The record of a job; the test fails with the end of the output where there is none."""
+        """Return the record of a job. If there is none, the test fails with the end of the job's output."""
         error = self._started(job)
         for later in self._after(job):
             self._started(later)
@@ -49,7 +49,7 @@ class Records:
         return self._expected[place : place + AT_ONCE]
 
     def _started(self, job: str) -> "Future[str]":
-        """The error of a job, "" where it ended well; one that fails is not tried again."""
+        """Return the error of a job, "" if it succeeded; a failed job is not tried again."""
         if job not in self._errors:
             needed = [self._started(each) for each in needs(job)]
             self._errors[job] = self._threads.submit(self._run, job, needed)

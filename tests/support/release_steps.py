@@ -20,7 +20,7 @@ VOCABULARY, LENGTH, ROWS = 32, 8, 2
 
 
 def on_cpu() -> None:
-    """What `megatron_mtp.megatron.cpu` substitutes, but for `megatron.training`, which a release may not have."""
+    """Apply the substitutions of `megatron_mtp.megatron.cpu`; a release may not have `megatron.training`."""
     from megatron_mtp.megatron import cpu
 
     stand_in = ModuleType("megatron.training")

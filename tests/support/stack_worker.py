@@ -215,7 +215,7 @@ def attaching(depths: int | None = 1, weight: float = WEIGHT, **settings: Any) -
 
 
 def layers_loss(model: Any) -> float:
-    """Of the last forward."""
+    """Return the loss of the last forward."""
     from megatron_mtp.model.attachment import attached_of
 
     loss: float = attached_of(model.module).last.depth_means[0].item()  # type: ignore[attr-defined]
@@ -244,7 +244,7 @@ def beside(plain: Any, model: Any, batches: list[dict[str, Tensor]], policy: boo
 
 
 def tune(made: Any, folder: Path, batches: list[dict[str, Tensor]], out: Path, head: str) -> dict[str, Any]:
-    """Three steps of a policy, beside a model without layers; then all of a model is fine-tuned.
+    """Take three steps of a policy with and without layers; then fine-tune a whole model.
 
     OUT/start and OUT/tuned are the model that is fine-tuned, before and after.
     """
@@ -286,7 +286,7 @@ def lora(made: Any, folder: Path, batches: list[dict[str, Tensor]], out: Path, h
 
 
 def drafter(made: Any, folder: Path, batches: list[dict[str, Tensor]], out: Path, head: str) -> dict[str, Any]:
-    """Fine-tuning with a drafter of the kind `head`, beside the same without one; OUT/drafter is its folder."""
+    """Fine-tune with and without a drafter of the kind `head`; OUT/drafter is its folder."""
     from megatron_mtp.checkpoint.convert.live_drafter import export_drafter
 
     hook = attaching(None, 1.0, drafter=head, drafter_steps=3, drafter_layers=(1, 2, 3))

@@ -86,7 +86,7 @@ def weights(model: LanguageModule) -> dict[str, torch.Tensor]:
 
 
 def save(folder: str) -> None:
-    """A checkpoint of every kind, as Megatron saves it, and beside it the weights by their names in the model."""
+    """Save a checkpoint of every kind with Megatron, and next to it the weights by their names in the model."""
     join_world(alone=True)
     for kind in KINDS:
         write(Path(folder, kind), *made(kind))
@@ -123,7 +123,7 @@ def load(folder: str) -> None:
 
 
 def first_pass(folder: str) -> None:
-    """Checkpoints of `FIRST_PASS`, and what their passes compute with plain products in the place of the kernels."""
+    """Save checkpoints of `FIRST_PASS`, and the output of their passes with plain products instead of kernels."""
     join_world(alone=True)
     with_plain_products()
     for kind in FIRST_PASS:

@@ -165,7 +165,7 @@ MODULES: dict[str, Any] = {
 
 
 class Nothing(nullcontext[None]):
-    """What an unknown function returns: false, and a context that does nothing."""
+    """Result of an unknown function: false, and a context that does nothing."""
 
     def __bool__(self) -> bool:
         return False

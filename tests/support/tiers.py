@@ -12,5 +12,5 @@ def tiered(cases: Iterable[Any], first: Container[Any]) -> list[Any]:
 
 
 def _values(case: Any) -> tuple[Any, ...]:
-    """Of the parameters that a case has."""
+    """Return values of a case's parameters."""
     return case if isinstance(case, tuple) else (case,)

@@ -115,7 +115,7 @@ def emitted(verifier: VerifierRule, draft: Draft, sampling: Sampling = ALL) -> T
 
 
 def p_value(tokens_BJ: Tensor, sampling: Sampling = ALL) -> float:
-    """Of the chi-square test against the exact joint distribution; 0 if an outcome without probability came out."""
+    """Return p of the chi-square test against the exact joint distribution; 0 if an impossible outcome occurred."""
     first, second, third = processed(TARGET, sampling)
     expected = (first[:, None, None] * second[:, :, None] * third).flatten() * tokens_BJ.size(0)
     cell_B = (tokens_BJ * torch.tensor([V * V, V, 1])).sum(1)

@@ -19,7 +19,7 @@ TINY = (
 
 
 def save(model: torch.nn.Module, args: Any, folder: Path) -> Path:
-    """As Megatron does: with the rows that pad the vocabulary."""
+    """Save as Megatron does: with the rows that pad the vocabulary."""
     inner = folder / "iter_0000001"
     inner.mkdir(parents=True)
     entries = {"model": model.sharded_state_dict(), "args": args, "checkpoint_version": 3.0, "iteration": 1}

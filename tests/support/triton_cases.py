@@ -60,7 +60,7 @@ def main(wanted: list[str]) -> None:
 
 
 def differences(settings: MTPConfig, cases: list[Case] = CASES) -> tuple[float, float]:
-    """Of the value and of the gradients."""
+    """Return differences of the value and of the gradients."""
     pairs = []
     for case in cases:
         for drafted_K in (None, case.drafted()):

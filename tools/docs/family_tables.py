@@ -44,7 +44,7 @@ STANDINGS = {
 
 
 def standing(model_type: str) -> str:
-    """What models of a type can be here: a key of `STANDINGS`."""
+    """Return the support level of a model type: a key of `STANDINGS`."""
     family = FAMILIES.get(model_type)
     if family is None:
         return "refused"

@@ -22,7 +22,7 @@ def updated(page: str) -> str:
 
 
 def tables() -> str:
-    """Of all methods, of all verifiers, and of what vLLM calls otherwise."""
+    """Return tables of all methods, of all verifiers, and of vLLM's other names."""
     methods = [
         f"| `{name}` | {one.line} | {one.depths or ''} | {one.recurrent_layers()} | {_keys(one.settings_kind)} |"
         for name, one in PROPOSERS.items()

@@ -98,7 +98,7 @@ def all_accepted() -> str:
 
 
 def on_a_gpu() -> str:
-    """From the goals of the part `graphs` in docs/explanation/evidence_gpu.md."""
+    """Read the goals of the part `graphs` in docs/explanation/evidence_gpu.md."""
     page = (ROOT / "docs/explanation/evidence_gpu.md").read_text(encoding="utf-8")
     goal = r"\| drafting: {} \| ([\d.]+) \|"
     found = [

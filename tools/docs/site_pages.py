@@ -60,6 +60,6 @@ def public_name(path: Path) -> str:
 
 
 def first_line(path: Path) -> str:
-    """Of a module's docstring, for a cell of a table."""
+    """Return the first line of a module's docstring, for a table cell."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return docstring.partition("\n")[0].replace("|", "\\|")

@@ -49,7 +49,7 @@ def defaults(source: str, name: str) -> dict[str, list[Any]]:
 
 
 def _default(value: ast.expr | None) -> Any:
-    """A field's default as data; None where there is none, or a function makes it anew."""
+    """Return a field's default as data; None without one, or if a function creates it."""
     if isinstance(value, ast.Call):  # Field(default, ...), Field(default=...), Field(default_factory=list)
         given = {keyword.arg: keyword.value for keyword in value.keywords}
         if ast.unparse(given.get("default_factory", ast.Constant(None))) == "list":

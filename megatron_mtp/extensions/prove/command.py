@@ -8,7 +8,7 @@ from megatron_mtp.common.errors import Parser, named, status_of
 from megatron_mtp.common.files import write_page
 
 FOUND_WRONG = 1
-"""Exit status where a case is wrong."""
+"""Exit status where a case is wrong, or none was judged."""
 
 EXAMPLES = """examples:
   # the installed Megatron-Core; $FLAGS are the flags of your launch line
@@ -39,7 +39,8 @@ def parser(program: str) -> Parser:
         description="Check the MTP loss of Megatron's own block, without this package in your run. The model of your "
         "launch line is shrunk and takes one step by Megatron's schedule and DDP, on the CPU over gloo, in every "
         "layout; logged losses and all gradients are compared with arXiv:2412.19437, eq. 21-25, in float64. A wrong "
-        "number is explained where a known cause gives it. Exit status 1 where a case is wrong.",
+        "number is explained where a known cause gives it. Exit status 1 where a case is wrong or none could be "
+        "judged.",
         epilog=EXAMPLES,
     )
     add = made.add_argument

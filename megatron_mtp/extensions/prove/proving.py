@@ -100,8 +100,9 @@ class Proof:
 
     @property
     def is_right(self) -> bool:
-        """Whether no case is wrong."""
-        return all(verdict.status != WRONG for verdict in self.verdicts)
+        """Whether no case is wrong, and one at least was judged."""
+        statuses = {verdict.status for verdict in self.verdicts}
+        return WRONG not in statuses and not statuses.isdisjoint((RIGHT, BASE))
 
 
 def prove(tiny: Tiny, cases: Sequence[Case], skipped: dict[str, str], megatron: Path | None, seconds: float) -> Proof:

@@ -381,10 +381,10 @@ def test_a_step_of_other_weights_has_no_verdict(tmp_path: Path, capsys: pytest.C
         tensors |= {"weights.adapter": torch.ones(3), "gradients.adapter": torch.ones(3)}
 
     folder = written_step(tmp_path / "step", PAPER, extended)
-    assert main(["--grads", str(folder), "--", *STEP_FLAGS], "megatron-mtp prove") == 0
+    assert main(["--grads", str(folder), "--", *STEP_FLAGS], "megatron-mtp prove") == 1
     assert "it has weights of its own (adapter)" in " ".join(capsys.readouterr().out.split())
     written_step(folder, PAPER)
-    assert main(["--grads", str(folder), "--", *STEP_FLAGS, "--qk-layernorm", "--num-layers", "5"], "prove") == 0
+    assert main(["--grads", str(folder), "--", *STEP_FLAGS, "--qk-layernorm", "--num-layers", "5"], "prove") == 1
     assert "the weights are not those of the flags ('decoder.layers.4" in " ".join(capsys.readouterr().out.split())
 
 

@@ -2,13 +2,18 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from documents import ROOT
 from mutants import CURES, MUTANTS, Mutant, planted, proof_of
 
@@ -16,6 +21,7 @@ from megatron_mtp.extensions.prove.cases import ONE, Case, cases_of
 from megatron_mtp.extensions.prove.command import main
 from megatron_mtp.extensions.prove.proving import BASE, NOT_RUN, RIGHT, WRONG, prove
 from megatron_mtp.extensions.prove.shrink import shrink
+from megatron_mtp.extensions.prove.stand_ins import Mamba
 
 FLAGS = (
     "--num-layers 61 --group-query-attention --num-query-groups 8 --num-attention-heads 128 --normalization RMSNorm "
@@ -117,6 +123,56 @@ def test_a_step_of_a_plain_loop_is_judged(status: int, tmp_path: Path, capfd: py
     assert case["cause"] == ("masks that are never shifted" if status else None)
 
 
+MS_SWIFT = ROOT / ".venv-stacks/ms_swift"
+
+
+@pytest.fixture(scope="module")
+def faulty_bridge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of mcore-bridge that does not divide lambda by the number of MTP layers."""
+    folder = tmp_path_factory.mktemp("faulty")
+    shutil.copytree(MS_SWIFT / "mcore_bridge", folder / "mcore_bridge", ignore=shutil.ignore_patterns("__pycache__"))
+    model = folder / "mcore_bridge/model/gpt_model.py"
+    divided = "mtp_loss_scaling_factor / self.config.mtp_unroll_steps"
+    head, line, tail = model.read_text(encoding="utf-8").partition(divided)
+    assert line
+    model.write_text(f"{head}mtp_loss_scaling_factor{tail}", encoding="utf-8")
+    return folder
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(
+    not (MS_SWIFT / "installed.txt").is_file(), reason="ms_swift is missing; run bash scripts/test_stacks.sh ms_swift"
+)
+@pytest.mark.parametrize(
+    ("kind", "other", "cause"),
+    [
+        ("rows", "", ""),
+        ("holes --per-token", "", ""),
+        ("packed", "", ""),
+        ("padded", "padded offsets", ""),
+        ("padded", "", None),  # Megatron's roll, which mcore-bridge calls, is wrong
+        ("holes", "faulty", "as if lambda were not divided by the number of MTP layers"),
+    ],
+)
+def test_a_step_of_mcore_bridge_is_judged(
+    kind: str, other: str, cause: str | None, tmp_path: Path, request: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cure = next((one for one in CURES if one.name == other), None)
+    folder, script = tmp_path / "step", Path(__file__).with_name("mcore_bridge_step.py")
+    with planted(cure) if cure is not None else nullcontext() as megatron:
+        first = request.getfixturevalue("faulty_bridge") if other == "faulty" else megatron
+        paths = os.pathsep.join(map(str, filter(None, (first, MS_SWIFT, ROOT, ROOT / "tests/support"))))
+        environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, str(script), str(folder), *kind.split()]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    flags = ended.stdout.splitlines()[-1].split()
+    assert main(["--json", "--grads", str(folder), "--", *flags], "megatron-mtp prove") == (cause != "")
+    [case] = json.loads(capfd.readouterr().out)["cases"]
+    assert (case["status"] == RIGHT) == (cause == "")
+    assert (cause or "") in (case["cause"] or "")
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("status", [0, 1])
 def test_two_steps_of_a_training_script_are_judged(status: int, capfd: pytest.CaptureFixture[str]) -> None:
@@ -153,20 +209,53 @@ def test_a_script_that_does_not_train_is_a_sentence(
     assert len(said.splitlines()) == 1
 
 
-HIDDEN = "transformers tokenizers safetensors yaml psutil tqdm huggingface_hub sentencepiece tensorboard datasets"
+HIDDEN = (
+    "transformers tokenizers safetensors yaml psutil tqdm huggingface_hub sentencepiece tensorboard datasets "
+    "megatron.training megatron_mtp.model megatron_mtp.megatron"
+).split()
 """What this package or Megatron's training script needs, and prove does not."""
+
+ALONE = {
+    "gpt": FLAGS.split()[:-4],
+    "hybrid": "--hybrid-layer-pattern MEM*EME/*E --num-experts 64 --disable-bias-linear --position-embedding-type none "
+    "--normalization RMSNorm".split(),
+}
 
 
 @pytest.mark.matrix
-def test_torch_and_megatron_core_are_all_that_it_needs(tmp_path: Path) -> None:
-    hook = f"import sys\nfor name in {HIDDEN.split()}:\n    sys.modules[name] = None\n"
-    (tmp_path / "sitecustomize.py").write_text(hook)
-    command = [sys.executable, "-m", "megatron_mtp", "prove", "--json", "--", *FLAGS.split()[:-4]]
+@pytest.mark.parametrize("kind", ALONE)
+def test_torch_and_megatron_core_are_all_that_it_needs(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nfor name in {HIDDEN}:\n    sys.modules[name] = None\n")
+    command = [sys.executable, "-m", "megatron_mtp", "prove", "--json", "--", *ALONE[kind]]
     path = os.pathsep.join(map(str, (tmp_path, ROOT)))
     ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
     found = {one["case"]: one["status"] for one in json.loads(ended.stdout)["cases"]}
-    assert found.pop("1 process, packed and padded documents") == "WRONG"
-    assert {*found.values()} == {"right"}
+    if kind == "gpt":
+        assert found.pop("1 process, packed and padded documents") == "WRONG"
+    assert {*found.values()} == ({"right", "base"} if kind == "hybrid" else {"right"})
+
+
+@pytest.mark.matrix
+def test_the_mixer_of_hybrids_computes_what_the_one_of_this_package_does() -> None:
+    from megatron_mtp.model import recurrent
+
+    sizes = SimpleNamespace(
+        mamba_head_dim=3, mamba_state_dim=5, mamba_num_heads=4, mamba_num_groups=2, init_method=None
+    )
+    linear = Mock(return_value=torch.nn.Identity())
+    mixer = Mamba(sizes, (linear, linear), 8, SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)))
+    generator, document = torch.Generator().manual_seed(0), torch.tensor([0] * 5 + [1] * 2 + [2] * 6)
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter, generator=generator)
+    mixed_BLC, dt_BLH = (torch.randn(2, 13, channels, generator=generator) for channels in (32, 4))
+    found = mixer._scan(mixer._convolution(mixed_BLC.transpose(0, 1), document), dt_BLH.transpose(0, 1), document)
+    convolved_BLC = recurrent.causal_convolution(mixed_BLC, mixer.conv1d_weight, mixer.conv1d_bias, document[None])
+    x_BLC, *shared = torch.nn.functional.silu(convolved_BLC).split([12, 10, 10], dim=-1)
+    x_BLHP, B_BLGN, C_BLGN = x_BLC.unflatten(-1, (4, 3)), *(one.unflatten(-1, (2, 5)) for one in shared)
+    dt_BLH = torch.nn.functional.softplus(dt_BLH + mixer.dt_bias)
+    y_BLHP = recurrent.scan(x_BLHP, dt_BLH, -mixer.A_log.exp(), B_BLGN, C_BLGN, document[None], chunk=4)
+    expected_BLC = (y_BLHP + mixer.D[:, None] * x_BLHP).flatten(2)
+    torch.testing.assert_close(found.transpose(0, 1), expected_BLC)
 
 
 @pytest.mark.matrix
@@ -175,6 +264,6 @@ def test_a_rank_that_hangs_is_ended() -> None:
     hanging = Mutant("hang", roll, f"{roll}    while True:\n        pass\n", "")
     tiny = shrink(FLAGS.split())
     with planted(hanging) as folder:
-        verdicts = prove(tiny, [Case(ONE, "rows", False)], {}, folder, seconds=5).verdicts
+        verdicts = prove(tiny, [Case(ONE, "rows", False)], {}, folder, seconds=15).verdicts
     assert [verdict.status for verdict in verdicts] == [WRONG]
     assert "rank 0 hangs in roll_tensor (multi_token_prediction.py:" in verdicts[0].words

@@ -35,9 +35,9 @@ from megatron_mtp.model.packed_rows import bounds_of
 if TYPE_CHECKING:
     from megatron_mtp.model.ring import Part
 
-RING_FROM = 2**15
+RING_FROM = 2**14
 """Positions of whole sequences from which keys go around the context-parallel ranks. Shorter ones are gathered: that
-needs little memory, and one product is quicker than many."""
+needs little memory, and one product is quicker than many tiles."""
 
 
 def causal_mask(positions: Tensor, keys: int) -> Tensor:

@@ -318,10 +318,11 @@ class BlockDrafter(DrafterBlock):
         rings = self.rings(trunk.attention, whole)
         feature_SBH = self.layer.feature(self.known_states(states_SBX, positions_S, rings))
         if rings:
-            visible, turned_S = self.reach(trunk.attention, batch.positions_S, position_A), turned[positions_S]
+            reach = self.reach(trunk.attention, batch.positions_S, position_A)
+            self._give_context(feature_SBH, turned[positions_S], reach, position_A + 1)
         else:
-            visible, turned_S = visible_before(trunk.attention, place_A, position_A, whole), turned[:whole]
-        self._give_context(feature_SBH, turned_S, visible, position_A + 1)
+            visible_B1AS = visible_before(trunk.attention, place_A, position_A, whole)
+            self._give_context(feature_SBH, turned[:whole], visible_B1AS, position_A + 1)
         row_AR = position_A.unsqueeze(1) + torch.arange(1, self.rows + 1, device=position_A.device)
         rotary = AttentionInputs(rotary_pos_emb=turned[row_AR.flatten()])
         masks = self.rows - 1

@@ -130,6 +130,7 @@ SMOKE = {
     "long_text": [],
     "head_life": [],
     "recipes": [],
+    "ring": [],
     "state_cache": [],
     "windows": [],
 }

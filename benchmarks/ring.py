@@ -61,7 +61,7 @@ def memory(wanted: Namespace) -> Found:
         for name, step_of in (("eagle", eagle), ("blocks", blocks)):
             mib = {way: live_peak(step_of, length, way) for way in (GATHER, RING)}
             of_ring.setdefault(name, []).append(mib[RING] / length)
-            counted.append((name, length, *(round(each, 1) for each in mib.values())))
+            counted.append((name, length, *(round(each, 1 if each < 1000 else None) for each in mib.values())))
             if length <= MEASURED[place]:
                 steps = [step_of(length, way, "cpu") for way in (GATHER, RING)]
                 peaks = [allocated_peak(step, on_cpu=True) for step in steps]

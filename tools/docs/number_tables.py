@@ -24,6 +24,7 @@ PAGES = [
     for name in (
         "explanation/evidence",
         "explanation/evidence_drafting",
+        "explanation/evidence_heads",
         "explanation/evidence_losses",
         "extensions/kernels",
     )

@@ -131,6 +131,7 @@ SMOKE = {
     "head_life": [],
     "healing": [],
     "recipes": [],
+    "ring": [],
     "state_cache": [],
     "windows": [],
 }

@@ -5,8 +5,6 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.training.arguments import parse_args
-
 CUDA, TE, APEX = "CUDA device", "Transformer Engine", "Apex's fused weight gradients"
 """Software and hardware that a machine may not have."""
 
@@ -63,6 +61,8 @@ def parsed(flags: list[str], vocabulary: int) -> Namespace:
 
 def parse_flags(flags: list[str]) -> Namespace:
     """Parse flags with Megatron's parser, which only reads `sys.argv`."""
+    from megatron.training.arguments import parse_args  # --help lists flags without Megatron
+
     argv, sys.argv = sys.argv, ["megatron", *flags]
     try:
         return parse_args(add_yarn_arguments)

@@ -204,6 +204,7 @@ class ForwardStep:
         """Return the objective of this step."""
         args, settings = get_args(), self.settings
         step = args.curr_iteration if torch.is_grad_enabled() else 0  # --skip-train knows no step
+        progress = step / args.train_iters
         interval = settings.mtp_acceptance_interval
         is_asked_for = interval > 0 and (args.curr_iteration + 1) % interval == 0
         factor, trains_trunk = scaling_factor(args, settings, step), not settings.mtp_train_only
@@ -216,7 +217,7 @@ class ForwardStep:
                 beside_main=trains_trunk and each.head.has_lambda,
                 kept_positions=partial(kept_positions, _fraction(each), (args.seed, step)),
                 measures_acceptance=is_asked_for or not torch.is_grad_enabled(),
-                base_share=base_share(each.head.settings, args.curr_iteration / args.train_iters),
+                base_share=base_share(each.head.settings, progress),
             )
             for each in self._learners
         ]

@@ -79,9 +79,9 @@ def trunks(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
         pytest.param("eagle3", "alone", "dense", "--bf16", marks=pytest.mark.matrix),
         pytest.param("dspark", "data", "dense", "", marks=pytest.mark.matrix),
         ("mtp", "context", "dense", "--reset-attention-mask --reset-position-ids --eod-mask-loss"),
-        ("eagle3", "tensor", "dense", ""),
+        pytest.param("eagle3", "tensor", "dense", "", marks=pytest.mark.matrix),
         pytest.param("dspark", "plain tensor", "dense", "", marks=pytest.mark.matrix),
-        ("mtp", "expert", "experts", ""),
+        pytest.param("mtp", "expert", "experts", "", marks=pytest.mark.matrix),
         pytest.param("eagle3", "alone", "hybrid", "", marks=pytest.mark.matrix),
     ],
 )
@@ -97,6 +97,7 @@ def test_a_second_training_reads_what_the_first_has_computed(
     assert first == second
 
 
+@pytest.mark.matrix
 def test_another_head_loss_seed_and_length_read_the_same_states(trunks: Path, data: Path, tmp_path: Path) -> None:
     flags = f"--load {trunks / 'dense'} --finetune --mtp-state-cache {tmp_path / 'states'}"
     train(tmp_path, data, "all", f"{flags} {HEADS['mtp']} --train-iters 48")  # an epoch

@@ -335,7 +335,7 @@ def assignments(source: str) -> list[str]:
     ]
 
 
-OF_A_LAB = ("worker.py", "script_worker.py")
+OF_A_LAB = ("worker.py", "stand_ins.py", "script_worker.py")
 """Files of `prove` that run in processes of the Megatron that is judged, never in this package's."""
 
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent.name != "prove" or path.name not in OF_A_LAB)

@@ -26,6 +26,7 @@ PAGES = [
         "explanation/evidence_drafting",
         "explanation/evidence_heads",
         "explanation/evidence_losses",
+        "explanation/evidence_recipes",
         "extensions/kernels",
     )
 ]

@@ -14,6 +14,7 @@ from matplotlib import pyplot
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "docs/chart.svg"
+VOCABULARY = "65,536"
 OURS, THEIRS, SLOWER = "#2b6cb0", "#a0aec0", "#cbd5e0"
 
 
@@ -25,13 +26,14 @@ def rows(record: str) -> list[list[Any]]:
 
 
 def draw() -> Any:
-    """Seconds of a training step and of Megatron's; tokens per second with a trained head and without drafts."""
+    """Memory of an MTP layer and of Megatron's; tokens per second with a trained head and without drafts."""
     pyplot.rcParams |= {"svg.hashsalt": "megatron-mtp", "svg.fonttype": "none", "font.size": 9, "axes.titlesize": 9.5}
-    figure, (step, decoding) = pyplot.subplots(1, 2, figsize=(8.6, 2.7), layout="constrained")
-    bars(step, [f"D = {row[0]}" for row in rows("train_step")],
-         {"megatron-mtp": ([row[1] for row in rows("train_step")], OURS),
-          "Megatron's own MTP": ([row[2] for row in rows("train_step")], THEIRS)})  # fmt: skip
-    step.set_title("Seconds of a training step (lower is better)")
+    figure, (memory, decoding) = pyplot.subplots(1, 2, figsize=(8.6, 2.7), layout="constrained")
+    layers = [row for row in rows("mtp_memory") if row[0].endswith(VOCABULARY)]
+    bars(memory, [f"{row[0].split()[0]} tokens" for row in layers],
+         {"megatron-mtp": ([row[1] for row in layers], OURS),
+          "Megatron's own MTP": ([row[2] for row in layers], THEIRS)})  # fmt: skip
+    memory.set_title(f"MiB that one MTP layer adds, vocabulary {VOCABULARY} (lower is better)")
     trained = rows("serving")
     bars(decoding, [f"{row[0]} at once" if row[0] > 1 else "1 text" for row in trained],
          {"drafting, K auto": ([row[5] for row in trained], OURS),

@@ -108,9 +108,9 @@ def trunk_states(model: torch.nn.Module, tokens_BS: Tensor, document_BS: Tensor 
     states: Tensor = model(
         joined_BS[:, positions_S],
         positions_S.expand(len(joined_BS), -1),
-        None,  # attention is causal without a mask
+        None,  # no mask means causal attention
         packed_seq_params=packed,
-        output_processor=lambda stage: stage.hidden_SBH,  # there is no batch for them, so MTP layers are not run
+        output_processor=lambda stage: stage.hidden_SBH,  # without a batch, MTP layers do not run
     )
     return states if packed is None else states.view(len(tokens_BS), -1, states.size(-1)).transpose(0, 1)
 
@@ -348,15 +348,15 @@ def positions_of_group(group: ProcessGroup, length: int, packed: PackedSeqParams
 
 
 class RidingLoss(torch.autograd.Function):
-    """Megatron's `MTPLossAutoScaler`, whose scale outlives the schedule that has set it.
+    """Variant of Megatron's `MTPLossAutoScaler` that does not reuse a scale set by an earlier schedule.
 
-    A schedule sets the scale after every forward. A scale that was set after a forward is of that forward alone: the
-    next one, of a plain loop, begins with 1. A loop's scale that was set before its forwards stays.
+    A schedule sets the scale after every forward. Such a scale applies only to that forward: the next forward, in a
+    plain loop, starts with 1. A scale that a loop sets before its forwards stays.
     """
 
     @staticmethod
     def forward(ctx: Any, states_SBH: Tensor, loss: Tensor) -> Tensor:
-        """The states, which take the loss along."""
+        """Return the states unchanged and keep the loss for the backward pass."""
         scale = MTPLossAutoScaler.main_loss_backward_scale
         if getattr(scale, TAKEN, False) and torch._C._current_graph_task_id() == NO_BACKWARD:
             scale = torch.ones_like(scale)
@@ -366,7 +366,7 @@ class RidingLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
-        """The states' gradient, and the scale for the loss."""
+        """Return the gradient of the states, and the scale as the gradient of the loss."""
         scale = MTPLossAutoScaler.main_loss_backward_scale
         if scale is not ctx.scale:
             setattr(scale, TAKEN, True)

@@ -65,7 +65,7 @@ from megatron_mtp.spec.attached import MTP, POLICY, Head, heads_of_settings, mtp
 from megatron_mtp.spec.config import MTPConfig, is_head
 
 TOKENS, LABELS = "tokens", "labels"
-"""Where the loss mask of a forward without labels stands."""
+"""What the loss mask of a forward without labels refers to."""
 
 
 def attach(

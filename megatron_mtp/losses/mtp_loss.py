@@ -44,10 +44,10 @@ from megatron_mtp.model.trunk_output import is_detached
 from megatron_mtp.spec.config import MTPConfig
 
 HALFWAY = 0.5
-"""The fraction of the run that is over, for a loop that does not give it."""
+"""Fraction of the run that is over, for loops that do not set it."""
 
 TAKEN = "mtp_taken"
-"""Attribute of a scale of the loss that was set after a forward, and taken in the backward pass."""
+"""Attribute that marks a loss scale that was set after a forward and used in its backward pass."""
 
 
 @dataclass(frozen=True)

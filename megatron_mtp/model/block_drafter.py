@@ -52,7 +52,7 @@ from megatron_mtp.model.trunk_output import AttentionInputs, TrunkOutput
 from megatron_mtp.spec.head import HeadSpec
 
 BLOCKS_AT_ONCE = 64
-"""Blocks whose attention is one call, which computes the scores of every row with the rows of all these blocks."""
+"""Blocks per attention call; a call computes the scores of every row with the rows of all its blocks."""
 
 
 @dataclass(frozen=True)

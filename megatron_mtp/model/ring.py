@@ -25,10 +25,10 @@ from torch.distributed import P2POp, ProcessGroup
 from megatron_mtp.data.batch import to_device
 
 TILE = 512
-"""Queries, and keys, whose scores are made at once."""
+"""Queries and keys of a tile of scores."""
 
 LOWEST = -1e30
-"""In the place of the logarithm of nothing in a difference, which would be none."""
+"""Replaces the logarithm of an empty sum, -inf, where the difference of two would be NaN."""
 
 Part = tuple[Tensor, Tensor]
 """Output [S, B, N, C] of a softmax over some keys, and the logarithm [S, B, N] of its sum."""

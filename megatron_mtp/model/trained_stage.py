@@ -29,10 +29,10 @@ Objective = Callable[[StageOutput], Any]
 """Called by the last stage with the hidden states; its result is the model's output."""
 
 HeadDrafts = tuple[DraftHead, DepthBatch, list[Tensor], Tensor | None]
-"""A head, its batch, and what it drafts: states, and the logits of their confidence."""
+"""A head, its batch, and its drafts: states and confidence logits."""
 
 OBJECTIVE, BATCHES = "output_processor", "output_processor_context"
-"""Arguments of a forward that Megatron's does not get: the objective, and the batch of every head."""
+"""Arguments that are not passed on to Megatron's forward: the objective and the batch of every head."""
 
 
 class TrainedStage(Attachment):

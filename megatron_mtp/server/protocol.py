@@ -39,7 +39,7 @@ from megatron_mtp.decoding.sampling import Penalties
 from megatron_mtp.server import request_defaults
 
 MAX_BODY_BYTES = 8 * 2**20
-"""Bytes of a request: a million token ids, and no more."""
+"""Maximum bytes of a request, about a million token ids."""
 
 TOO_LONG = f"the body has more than {MAX_BODY_BYTES} bytes; send less."
 
@@ -62,8 +62,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     )
     for name in names.split()
 }
-"""Fields of OpenAI, vLLM, SGLang and llama.cpp that are not served, with the values that change no completion; those of
-`request_defaults` come to them."""
+"""Unsupported fields of OpenAI, vLLM, SGLang and llama.cpp, with the values at which they have no effect, in addition
+to those of `request_defaults`."""
 
 INSTEAD = {
     "max_completion_tokens": "is a field of chats; send 'max_tokens'",
@@ -72,20 +72,20 @@ INSTEAD = {
     "prompt": "is not a field of chats; send it to /v1/completions, or 'messages'",
     "cache_salt": "is not served here, since all clients share the cache of beginnings; leave it out",
 }
-"""What to do about a field that an endpoint has not, where leaving it out is not what a client wants."""
+"""Advice for unsupported fields, if leaving the field out is not what the client wants."""
 
 MAX_MESSAGE_CHARS, MESSAGE_END_CHARS = 600, 200
-"""Characters of an error at most, and how many of these are the end of a longer one: the remedy stands there."""
+"""Maximum characters of an error message, and how many of them to take from its end, which holds the advice."""
 
 MAX_CHOICES, MAX_STOPS, MAX_STOP_CHARS, MAX_LOGPROBS = 128, 64, 256, 20
 SEEDS = 2**63
 DEFAULT_MAX_TOKENS = 16
-"""New tokens of a completion whose body has no max_tokens."""
+"""Default of max_tokens for completions."""
 
 Integer = Annotated[
     int, BeforeValidator(lambda given: int(given) if type(given) is float and given % 1 == 0 else given)
 ]
-"""An integer, also as clients write it that know floats alone: 16.0."""
+"""An integer; also accepts whole floats such as 16.0 from clients that have no integers."""
 
 
 class APIError(Exception):
@@ -402,7 +402,7 @@ class Tool(BodyPart):
 
 
 AsSent = WrapValidator(lambda given, check: (check(given), given)[1])
-"""The value is checked, and stays as it was sent: templates write objects with their keys in order."""
+"""Validates a value but keeps it as sent, since templates print the keys of objects in order."""
 
 
 class Message(BaseModel):

@@ -14,16 +14,16 @@ READ = {
     *("mtp_loss", "mtp_loss_mix", "mtp_temperature", "mtp_lk_eta", "mtp_label_smoothing", "mtp_z_loss"),
     *("mtp_loss_weights", "mtp_train_only"),
 }
-"""Settings that attached heads read: the drafter, loss, temperature, weights, whether the loss trains them alone."""
+"""Settings of all attached heads: drafter, loss, temperature, weights, and whether only the head is trained."""
 
 OF_MTP = {"mtp_unroll", "mtp_hidden_state_mixing"}
-"""Settings that attached MTP layers read, and drafters do not."""
+"""Settings of attached MTP layers only."""
 
 MTP, POLICY = "mtp", "policy"
-"""The names of MTP layers, also as a module, and of the group of parameters that belong to no head."""
+"""Names of the MTP layers (and their module) and of the parameter group for everything but the heads."""
 
 TAKEN_NAMES = *HEADS, POLICY
-"""What a drafter cannot be called."""
+"""Names that a drafter cannot have."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from megatron_mtp.extensions.prove.reference import (
 from megatron_mtp.extensions.prove.shrink import Tiny
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 2e-5, 3e-4
-"""Tolerances relative to a logged loss and a gradient's largest entry; float32 differs by 1e-6 and 3e-6 from float64."""
+"""Tolerances relative to a logged loss and a gradient's largest entry; float32 and float64 differ by 1e-6 and 3e-6."""
 
 LOSS_IN_BF16, GRADIENT_IN_BF16 = 4e-3, 0.1
 """Tolerances in BF16, relative to the norm of a gradient; right cases differ by up to 1.3e-3 and 0.065

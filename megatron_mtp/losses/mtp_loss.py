@@ -256,8 +256,8 @@ def _check_stage(trunk: Any, settings: MTPConfig) -> None:
         raise ValueError("the model has no MTP layers; attach some with megatron-mtp convert attach-mtp.")
     if not (trunk.mtp_process and trunk.post_process):
         raise ValueError(
-            "this pipeline stage has not both the MTP layers and the head; call mtp_loss on the last stage, and build "
-            "the model without a stage of the MTP layers' own."
+            "this pipeline stage does not have both the MTP layers and the output layer; call mtp_loss on the last "
+            "stage, and build the model without a separate stage for the MTP layers."
         )
     if settings.mtp_hidden_state_mixing:
         raise ValueError(

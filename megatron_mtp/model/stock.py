@@ -119,7 +119,7 @@ def refused_models(chunk: Any, adopts: bool) -> Refused:
         ),
         (
             config.cuda_graph_impl == "full_iteration",
-            "cuda_graph_impl is full_iteration, and hooks are not in the replay of such a graph; take another.",
+            "cuda_graph_impl is full_iteration, whose replay does not run hooks; choose another.",
         ),
         (
             # Its flag has a different name in every Megatron branch that has hyper-connections.
@@ -187,13 +187,13 @@ def refused_heads(chunk: Any, owner: Any) -> Refused:
     return [
         (
             layer is None or any(weight is not None and len(weight) != rows for weight in weights),
-            f"the model's output layer is a {kind}, and MTP layers draft with one that has a row for each of the "
-            f"{chunk.vocab_size} tokens; attach none to a critic or a classifier.",
+            f"the model's output layer ({kind}) does not have a row for each of the {chunk.vocab_size} tokens, which "
+            "MTP layers need to draft; do not attach them to a critic or a classifier.",
         ),
         (
             others,
-            f"the model's output layer is a {kind}, whose parameters {', '.join(others)} the MTP layers' loss would "
-            "leave out, as those of an adapter; merge them into its weight, or leave the output layer out of the "
+            f"the model's output layer ({kind}) has more parameters, {', '.join(others)}, which the MTP layers' loss "
+            "would ignore, such as an adapter's; merge them into its weight, or remove the output layer from the "
             "adapter's targets.",
         ),
     ]

@@ -70,7 +70,7 @@ INSTEAD = {
     "top_logprobs": "is a field of chats; send the number as 'logprobs'",
     "messages": "is a field of chats; send them to /v1/chat/completions",
     "prompt": "is not a field of chats; send it to /v1/completions, or 'messages'",
-    "cache_salt": "is not served here, since all clients share the cache of beginnings; leave it out",
+    "cache_salt": "is not supported, since all clients share the prefix cache; leave it out",
 }
 """Advice for unsupported fields, if leaving the field out is not what the client wants."""
 
@@ -151,7 +151,7 @@ def _as_api_error(request: Request, error: Exception) -> APIError:
         return failed()
     what, message = f"{request.method} {request.url.path}", str(error.detail)
     if error.status_code == HTTPStatus.NOT_FOUND:
-        message = f"there is no {what}; the paths stand at /openapi.json."
+        message = f"there is no {what}; see /openapi.json for the paths."
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = error.headers["Allow"] if error.headers else "another method"
         message = f"{what} is not served; this path has {allowed}."

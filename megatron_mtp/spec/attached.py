@@ -93,21 +93,21 @@ def refusals(heads: Sequence[Head]) -> list[tuple[Any, str]]:
     return [
         (
             unread,
-            f"{', '.join(dict.fromkeys(unread))} in the settings is not for such attached heads; leave it out, or give "
-            "it to megatron-mtp train.",
+            f"{', '.join(dict.fromkeys(unread))} in the settings is not supported for these attached heads; leave it "
+            "out, or give it to megatron-mtp train.",
         ),
         (
             sum(head.settings.drafter is None for head in heads) > 1,
-            "two of the heads are MTP layers, and a model has one block of them; join the two.",
+            "two of the heads are MTP layers, and a model has only one block of them; give one of the two.",
         ),
         (twice is not None, f"two heads are called '{twice}'; give one of them another name, Head(..., name=)."),
         (
             strange is not None,
-            f"a head is called '{strange}', which names a module too; give letters, digits and underscores.",
+            f"a head is called '{strange}', which is not a valid module name; give letters, digits and underscores.",
         ),
         (
             any(head.settings.drafter and head.called in TAKEN_NAMES for head in heads),
-            f"a drafter has a name of {', '.join(TAKEN_NAMES)}, which others have; give it another.",
+            f"a drafter cannot be called {' or '.join(TAKEN_NAMES)}; give it another name.",
         ),
         (
             sized is not None,

@@ -94,7 +94,9 @@ def accepted_of(words: str) -> Accepted:
 def _rates(values: Iterable[object]) -> tuple[float, ...]:
     rates = tuple(float(str(value)) for value in values)
     if not rates or any(not 0 < rate <= 1 for rate in rates) or any(a < b for a, b in pairwise(rates)):
-        raise ValueError(f"rates of acceptance are {rates}; give numbers above 0 and up to 1 that do not rise.")
+        raise ValueError(
+            f"acceptance rates are {rates}; give numbers above 0 and up to 1, each at most the one before."
+        )
     return rates
 
 

@@ -123,9 +123,7 @@ def simulate(pipeline: Pipeline, forward: Sequence[float], backward: Sequence[fl
             place += 1
         places[rank], free[rank] = place, now
         waiting += [other for other in touched if other != rank and other not in waiting]
-    assert all(place == len(steps) for place, steps in zip(places, orders, strict=True)), (
-        "the schedule waits in a circle"
-    )
+    assert all(place == len(steps) for place, steps in zip(places, orders, strict=True)), "the schedule is deadlocked"
     sums = [forward[chunk] + backward[chunk] for chunk in range(chunks)]
     busy = tuple(pipeline.microbatches * sum(sums[rank::ranks]) for rank in range(ranks))
     return Timeline(max(free), busy)

@@ -62,7 +62,7 @@ def _verdict(judge: Judge, step: str, folder: Path) -> Verdict:
     tiny, tensors = judge.tiny, _read(folder)
     weights, gradients = (_named(tensors, kind) for kind in ("weights", "gradients"))
     if missing := sorted(weights.keys() ^ gradients.keys()):
-        raise ValueError(f"--grads {folder}: {missing[0]} has not both a weight and a gradient; write both.")
+        raise ValueError(f"--grads {folder}: {missing[0]} needs both a weight and a gradient; write both.")
     if tiny.model["tied"]:
         for each in (weights, gradients):
             each.pop("output_layer.weight", None)
@@ -72,7 +72,7 @@ def _verdict(judge: Judge, step: str, folder: Path) -> Verdict:
     case = Case(layout, _kind(batches), bool(tiny.config["calculate_per_token_loss"]), in_bf16=tiny.in_bf16)
     if "losses" in tensors and tensors["losses"].shape != (tiny.depths,):
         raise ValueError(
-            f"--grads {folder}: losses has not the shape [{tiny.depths}] of the MTP layers; write one each."
+            f"--grads {folder}: losses does not have the shape [{tiny.depths}]; write one loss per MTP layer."
         )
     leaves = {name: weight.double().requires_grad_() for name, weight in weights.items()}
     model = Model(leaves, tiny.config, tiny.model)

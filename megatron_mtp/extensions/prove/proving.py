@@ -125,7 +125,7 @@ def prove(tiny: Tiny, cases: Sequence[Case], skipped: dict[str, str], megatron: 
         verdicts = [judge.verdict(cases[event["case"]], event) for event in told]
     seen = {id(verdict.case) for verdict in verdicts}
     verdicts += [
-        Verdict(case, NOT_RUN, words="the ranks were ended before it") for case in cases if id(case) not in seen
+        Verdict(case, NOT_RUN, words="the ranks were killed before it") for case in cases if id(case) not in seen
     ]
     verdicts.sort(key=lambda verdict: cases.index(verdict.case))
     return Proof(said["version"], Path(said["file"]), tiny, judge.with_causes(verdicts), said["stand_ins"], skipped)
@@ -211,7 +211,7 @@ def _told(process: "subprocess.Popen[str]", errors: Any, megatron: Path | None) 
             yield event
     if not started:
         errors.seek(0)
-        last = [one.strip() for one in errors if one.strip()][-1:] or [f"no word within {SILENCE:.0f} seconds"]
+        last = [one.strip() for one in errors if one.strip()][-1:] or [f"no response within {SILENCE:.0f} seconds"]
         where = f"of --megatron {megatron} " if megatron is not None else ""
         raise ValueError(
             f"the Megatron-Core {where}cannot be imported ({last[0][:200]}); install what is missing, or correct "

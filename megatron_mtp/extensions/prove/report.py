@@ -82,7 +82,7 @@ def _head(proof: Proof) -> list[str]:
     if left:
         lines += wrap(f"Changed: {', '.join(left)}.", WIDTH)
     if tiny.unread:
-        lines += wrap(f"No part in the loss: {' '.join(tiny.unread)}.", WIDTH)
+        lines += wrap(f"No effect on the loss: {' '.join(tiny.unread)}.", WIDTH)
     return lines + wrap(f"Not Megatron's own here: {'; '.join(proof.stand_ins)}.", WIDTH)
 
 
@@ -135,7 +135,7 @@ def explained(verdict: Verdict, proof: Proof) -> str:
         if cause.known and not proof.tiny.attached:
             parts.append(f"Known: {', '.join(f'NVIDIA/Megatron-LM#{number}' for number in cause.known)}.")
     elif verdict.convention == "1 process":
-        parts.append("The cause is not looked for, which takes the equations.")
+        parts.append("No cause is searched for, which would need the equations.")
     elif verdict.case.in_bf16:
         parts.append("A cause is looked for in float32 alone.")
     elif not verdict.words:

@@ -529,7 +529,7 @@ def test_two_drafters_of_a_kind_have_names() -> None:
     [
         ([Head(depths=1), Head(depths=2)], "two of the heads are MTP layers"),
         ([Head(settings_of("eagle3")), Head(settings_of("eagle3"))], r"two heads are called 'eagle3'; .*name="),
-        ([Head(settings_of("eagle3"), name="policy")], "a drafter has a name of mtp, drafter_block, policy, which"),
+        ([Head(settings_of("eagle3"), name="policy")], "a drafter cannot be called mtp or drafter_block or policy"),
         ([Head(settings_of("eagle3"), name="a.b")], "a head is called 'a.b', which is not a valid module name"),
         ([Head(settings_of("eagle3"), 2)], "'eagle3' is a drafter, whose number of drafts is drafter_steps"),
         ([Head(depths=1, weight=-1.0)], "the weight of a head is -1.0; give 0 or more"),

@@ -108,7 +108,7 @@ def test_a_fitted_drafter_has_the_layers_and_tokens_of_its_training(model: Path,
 def test_a_fit_of_a_block_drafter_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         attach.main([str(model), "texts", str(tmp_path), "--drafter", "dspark", "--drafter-init", "fitted"], "attach")
-    assert "--drafter-init is fitted, which an EAGLE-3 drafter (--drafter eagle3)" in capsys.readouterr().err
+    assert "--drafter-init fitted needs an EAGLE-3 drafter (--drafter eagle3)" in capsys.readouterr().err
 
 
 def test_a_drafter_with_mtp_layers_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -539,7 +539,7 @@ def test_a_run_is_begun_anew_where_that_is_asked_for(
         (given, f"{run} has no attach.json, so attach did not make it; name another RUN."),
         ([*given, "--dry-run"], "--overwrite was given with --dry-run, which removes nothing; leave"),
         ([*given, "--only", "train"], "--overwrite was given with --only, which removes nothing; leave"),
-        (["attach", str(model), str(tmp_path / "all/texts"), str(tmp_path / "all"), "--overwrite"], "would remove"),
+        (["attach", str(model), str(tmp_path / "all/texts"), str(tmp_path / "all"), "--overwrite"], "would delete"),
     ):
         with pytest.raises(SystemExit, match="2"):
             cli.main(words)

@@ -120,7 +120,7 @@ def attach(
         )
     adopts = bool(chunks[0].config.mtp_num_layers)
     if heads and (depths is not None or settings is not None):
-        raise ValueError("heads were given with depths or settings, which are short for them; give only heads.")
+        raise ValueError("heads were given with `depths=` or `settings=`, which are short for them; give only heads.")
     heads = [each.with_usual_loss() for each in heads or heads_of_settings(settings or MTPConfig(), depths, adopts)]
     if mask_at not in (TOKENS, LABELS):
         raise ValueError(f"mask_at is '{mask_at}'; give '{TOKENS}' or '{LABELS}'.")

@@ -1,12 +1,12 @@
-"""MTP layers and drafters on a model that Megatron, or a framework on top of it, has built; its class stays.
+"""Attaches MTP layers and drafters to a model built by Megatron or a framework on top of it; its class stays the same.
 
     attached = attach(model, depths=2)                  on every rank, before the model is wrapped for data parallelism
-    logits = model(tokens, positions, mask)             the loop's own forward, bit by bit as without the layers
+    logits = model(tokens, positions, mask)             the loop's own forward; bit-identical to one without the layers
     loss = policy_loss(logits) + 0.1 * attached.loss(tokens, None, loss_mask).loss
 
-    attach(model, depths=2, weight=0.1)                 the same loss in every forward, without another line
+    attach(model, depths=2, weight=0.1)                 add the same loss in every forward, with no other change
 
-    attach(model, settings=MTPConfig(drafter="eagle3"))     a drafter, whose loss trains nothing of the model
+    attach(model, settings=MTPConfig(drafter="eagle3"))     a drafter, whose loss does not train the trunk
 
     attach(model, heads=[                               several heads, each with its own settings and weight
         Head(depths=1),
@@ -14,7 +14,7 @@
         Head(MTPConfig(drafter="dspark", drafter_steps=8), weight=0.5),
     ])
 
-The hooks are those of model/attachment.py: while a forward runs, the model looks as if it had no MTP layers.
+Uses the hooks of model/attachment.py: during a forward pass, the model looks as if it had no MTP layers.
 
 Letters in names: D depths, S sequence, B batch, H hidden, R context-parallel ranks.
 """
@@ -65,7 +65,7 @@ from megatron_mtp.spec.attached import MTP, POLICY, Head, heads_of_settings, mtp
 from megatron_mtp.spec.config import MTPConfig, is_head
 
 TOKENS, LABELS = "tokens", "labels"
-"""Where the loss mask of a forward without labels stands."""
+"""What the loss mask of a forward without labels refers to."""
 
 
 def attach(
@@ -79,38 +79,38 @@ def attach(
     heads: Sequence[Head] = (),
     placeholders: Sequence[int] = (),
 ) -> "Attached":
-    """Attach draft heads to a `GPTModel` or `HybridModel` of Megatron's, or train the MTP layers that it has.
+    """Attach draft heads to Megatron's `GPTModel` or `HybridModel`, or train the MTP layers that it already has.
 
-    All ranks call it: after weights are loaded, before the model is wrapped for data parallelism and before the
-    optimizer is made. A model with Megatron's MTP block keeps its modules and their names. Else a block of Megatron's
-    class is drawn and put at `model.mtp`, on the last stage. A drafter is put at `model.drafter_NAME`; it reads states
-    of the trunk's layers, and its loss trains nothing but itself. A checkpoint of the model without new heads still
-    loads strictly, and leaves them as they are.
+    Call it on every rank, after the weights are loaded and before the model is wrapped for data parallelism and the
+    optimizer is built. If the model has Megatron's MTP block, its modules and their names stay. Otherwise a new block
+    of Megatron's class is initialized at `model.mtp` on the last stage. A drafter is added at `model.drafter_NAME`; it
+    reads hidden states of the trunk, and its loss trains only the drafter. A checkpoint that lacks the new heads still
+    loads strictly, and leaves them unchanged.
 
     Args:
         model: this rank's model, or its chunks.
-        depths: D, of a new block; None for the model's own, or for a drafter alone.
-        settings: what the layers learn, as in `Head`. With `drafter` a drafter of this kind is attached too, or alone
-            where the model has no MTP layers and `depths` is None; beside MTP layers it learns what its kind learns by
-            default. `depths` and `settings` are short for `heads`.
-        heads: one or more, each by another name, with at most one of MTP layers.
-        weight: of the loss, which then rides along in every forward with gradients, and is trained with what the
-            forward gives: its labels, or the next tokens where it has none (or where they are its very `input_ids`),
-            and its loss mask. In a loop without Megatron's schedules, set `MTPLossAutoScaler.set_loss_scale` to what
-            multiplies the trunk's loss, before the loop or after each forward. None where the loop asks for
-            `Attached.loss`.
-        block: of a hybrid, the pattern of a depth, such as `*-`. 'own' for the trunk's last layer, or for a hybrid's
-            last layer that mixes positions with those after it.
-        mask_at: where the loss mask of a forward without labels stands. 'tokens', as in Megatron-Core since 0.19: it
-            is 1 at position i where `input_ids[i]` counts. 'labels': where `input_ids[i + 1]` does. With labels it
-            stands at them.
-        true_vocab_size: tokens, where further rows of the output layer only pad it; they then have no probability in
-            the losses, and an exported drafter has no row for them. None if every row is a token.
-        placeholders: ids of tokens that stand for images or audio, beside those below 0. The trunk embeds what they
-            stand for; the heads learn nothing where an input or a target is one of them.
+        depths: number D of new MTP layers; None to train the model's own, or to attach only a drafter.
+        settings: training settings, as in `Head`. If they name a `drafter`, it is attached too, with the default loss
+            of its kind; it is attached alone if the model has no MTP layers and `depths` is None. `depths` and
+            `settings` are a short form of `heads`.
+        heads: one or more heads with different names; at most one of them is MTP layers.
+        weight: weight of the loss, which is then added in every forward pass with gradients. It uses the labels of the
+            forward, or the next tokens if there are no labels (or they are `input_ids` itself), and the forward's loss
+            mask. In a loop without Megatron's schedules, call `MTPLossAutoScaler.set_loss_scale` with the factor of the
+            trunk's loss, before the loop or after each forward. None if the loop calls `Attached.loss`.
+        block: layer pattern of one MTP layer in a hybrid, such as `*-`. 'own' copies the pattern of the trunk's last
+            layer; in a hybrid, of its last layer that mixes positions and all layers after it.
+        mask_at: what the loss mask of a forward without labels refers to. 'tokens', as in Megatron-Core since 0.19:
+            position i is 1 if `input_ids[i]` counts. 'labels': if `input_ids[i + 1]` counts. With labels, the mask
+            always refers to them.
+        true_vocab_size: number of tokens, if the output layer has padding rows; these then have no probability in the
+            losses, and an exported drafter does not have them. None if every row is a token.
+        placeholders: token ids that stand for images or audio, in addition to ids below 0. The trunk embeds the image
+            or audio; heads do not train on positions whose input or target is a placeholder.
 
     Raises:
-        ValueError: the model cannot have MTP layers attached, or has others than these, or a setting is not for them.
+        ValueError: MTP layers cannot be attached to the model, it already has different ones, or a setting does not
+            apply to them.
     """
     chunks: list[Any] = [unwrap_model(one) for one in (model if isinstance(model, list) else [model])]
     if strange := [type(one).__name__ for one in chunks if not isinstance(one, LanguageModule)]:
@@ -120,7 +120,7 @@ def attach(
         )
     adopts = bool(chunks[0].config.mtp_num_layers)
     if heads and (depths is not None or settings is not None):
-        raise ValueError("heads were given with what is short for them; give the heads alone.")
+        raise ValueError("heads were given with `depths=` or `settings=`, which are short for them; give only heads.")
     heads = [each.with_usual_loss() for each in heads or heads_of_settings(settings or MTPConfig(), depths, adopts)]
     if mask_at not in (TOKENS, LABELS):
         raise ValueError(f"mask_at is '{mask_at}'; give '{TOKENS}' or '{LABELS}'.")
@@ -166,15 +166,15 @@ def attach(
 
 @dataclass(frozen=True)
 class _Forward:
-    """A forward of the model, as the loss of its heads needs it.
+    """Values of a forward pass that the loss of the heads needs.
 
     Attributes:
         states_SBH: the decoder's output.
-        read: states after the layers that drafters read, by the numbers of the layers.
-        tokens_BS, position_ids_BS: this rank's part of its input; None where it had none.
-        attention: inputs of the trunk's layers.
-        records: whether gradients were on.
-        backward: autograd's task in which it ran, as recomputation does; else `NO_BACKWARD`.
+        read: states after the layers that drafters read, by layer number.
+        tokens_BS, position_ids_BS: this rank's part of the input; None if the forward had none.
+        attention: attention inputs of the trunk's layers.
+        records: whether gradients were enabled.
+        backward: autograd's task that ran the forward, during recomputation; otherwise `NO_BACKWARD`.
     """
 
     states_SBH: Tensor
@@ -187,20 +187,20 @@ class _Forward:
 
 
 class Attached(Attachment):
-    """The draft heads of a model, as a training loop needs them.
+    """Draft heads attached to a model, for a training loop.
 
     Args:
-        model: the chunk on the last stage, or any on another stage, which has no heads to train.
-        heads: what they are and learn, in the order of the losses.
-        drafted: the tokens [N] that a head drafts, ascending, by the name of its module; all tokens without an entry.
-        chunks: all of this rank.
+        model: the last chunk on the last stage; any chunk on other stages, which have no heads to train.
+        heads: their settings, in the order of the losses.
+        drafted: draft vocabulary [N] of heads, ascending, by module name; a head without an entry drafts all tokens.
+        chunks: all chunks of this rank.
         placeholders: see `attach`.
 
     Attributes:
-        given: what the heads are and learn.
-        progress: the share of the run that is over, which the loop sets before its forwards, as `step / steps`. Domino
-            weighs the two parts of its loss by it.
-        last: what `weight=` added to the last forward with gradients, without a graph; None before.
+        given: settings of the heads.
+        progress: fraction of the run that is over, `step / steps`, set by the loop before its forward passes. Domino
+            weights the two parts of its loss by it.
+        last: detached loss that `weight=` added to the last forward with gradients; None before the first.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class Attached(Attachment):
         self.last: MTPLoss | None = None
         self._newest: _Forward | None = None
         self._recorded: _Forward | None = None
-        self._forwards = 0  # since the last loss
+        self._forwards = 0  # number since the last loss
         self._position_ids_BS: Any = None
         self._rows: dict[DraftHead, DraftVocabulary] = {}
         for head, given in zip(self.heads, here, strict=True):
@@ -241,10 +241,10 @@ class Attached(Attachment):
             self.hook()
 
     def _draft_only(self, tokens_N: Tensor, head: DraftHead, module: str) -> None:
-        """Give a head its draft vocabulary, and a drafter the output layer's rows of it."""
+        """Set the draft vocabulary of a head; a drafter also gets its rows of the output layer."""
         tp, device = self.pg_collection.tp, self.head_owner.weight.device
         rows = DraftVocabulary(tokens_N.to(device), self.model.vocab_size // tp.size(), tp.size(), tp.rank())
-        setattr(self.model, f"{module}_vocabulary", rows)  # so that it moves with the model
+        setattr(self.model, f"{module}_vocabulary", rows)  # a submodule, so that it moves with the model
         self._rows[head] = rows
         head.begin_head(replace(self.head(), draft_vocabulary=rows))
 
@@ -260,23 +260,23 @@ class Attached(Attachment):
         normalizer: Tensor | float | None = None,
         document_BS: Tensor | None = None,
     ) -> MTPLoss:
-        """The loss of the heads in the microbatch whose forward has just run, on the last stage.
+        """Compute the loss of the heads for the microbatch whose forward pass has just run, on the last stage.
 
-        Forwards without a graph, such as that of a reference policy, may run in between: under gradients the loss is
-        that of the last forward with a graph, or with gradients on where no states have a graph. Under `torch.no_grad`
-        it is that of the last forward.
+        Forward passes without a graph, such as a reference policy's, may run in between: with gradients enabled, the
+        loss belongs to the last forward with a graph, or with gradients enabled if no states have a graph. Under
+        `torch.no_grad` it belongs to the last forward.
 
         Args:
             tokens_BS, labels_BS, loss_mask_BS, normalizer: as in `mtp_loss` of losses/mtp_loss.py: whole sequences,
-                under context parallelism too; the mask stands at labels. Packed parameters are those of the forward.
-            document_BS: where tokens, labels and mask are not shifted across the ends of documents that rows have
-                without packed parameters; attention is that of the forward.
+                even under context parallelism; the mask refers to labels. Packed parameters come from the forward.
+            document_BS: document number of each position, for rows with several documents that are not packed: tokens,
+                labels and mask are not shifted across document ends. Attention is the same as in the forward.
 
         Raises:
-            ValueError: no forward has run since the last call, or others than that of these tokens; the forward ran
-                without gradients, and the loss would train the trunk; the stage has no MTP layers, shapes differ, the
-                output layer is not read as it computes, FSDP has sharded it or an MTP layer by itself, or the layers
-                are frozen and the loss would train the trunk through them.
+            ValueError: no forward has run since the last call, or only forwards of other tokens; the forward ran
+                without gradients although the loss would train the trunk; the stage has no MTP layers; shapes differ;
+                the output layer computes more than its weight; FSDP has sharded it or an MTP layer separately; or the
+                layers are frozen and the loss would train the trunk through them.
         """
         if not self.heads:
             raise ValueError("this pipeline stage has no MTP layers; call Attached.loss on the last stage.")
@@ -285,20 +285,20 @@ class Attached(Attachment):
         return self._loss_of(forward, Batch(tokens_BS, labels_BS, loss_mask_BS, document_BS, packed, normalizer))
 
     def parameter_groups(self, **of_heads: Any) -> list[dict[str, Any]]:
-        """Groups for an optimizer of torch: the policy's parameters, and those of each head on this rank.
+        """Return parameter groups for a torch optimizer: the policy's parameters, and each head's on this rank.
 
             groups = attached.parameter_groups(lr=1e-4, clip_grad={"policy": 1.0, "eagle3": 0.5})
             optimizer = torch.optim.AdamW(groups, lr=1e-6)
             for group in optimizer.param_groups:
                 torch.nn.utils.clip_grad_norm_(group["params"], group.get("clip_grad", math.inf))
 
-        A group's `name` is that of the head, or 'policy'. Megatron's optimizer has its own groups: `get_mtp_optimizer`.
+        A group's `name` is the head's, or 'policy'. For Megatron's optimizer, use `get_mtp_optimizer`.
 
         Args:
-            of_heads: keys of the groups, such as `lr`: a value for the heads, or values by the names of groups.
+            of_heads: keys of the groups, such as `lr`: one value for all heads, or values by group name.
 
         Raises:
-            ValueError: no group has a name that was given.
+            ValueError: a given name is not the name of a group.
         """
         heads = {head.module: head.called for head in self.given}
         groups: dict[str, dict[str, Any]] = {name: {"name": name, "params": []} for name in (POLICY, *heads.values())}
@@ -314,7 +314,7 @@ class Attached(Attachment):
         return [group for group in groups.values() if group["params"]]
 
     def _taken(self, tokens_BS: Tensor) -> _Forward:
-        """The forward whose loss is asked for; its loss is taken once."""
+        """Return the forward that the loss is for. Each forward gives its loss once."""
         records, task = torch.is_grad_enabled(), torch._C._current_graph_task_id()
         kept = self._recorded if records else None, self._newest
         forward = next((each for each in kept if each is not None and each.backward == task), None)
@@ -346,7 +346,7 @@ class Attached(Attachment):
         )
 
     def _check_tokens(self, forward: _Forward, tokens_BS: Tensor) -> None:
-        """Refuse tokens of another forward of the same shape, where several have run."""
+        """Refuse tokens of a different forward with the same shape, if several have run."""
         if forward.tokens_BS is None:
             return
         own_S = own_positions(self.pg_collection.cp, tokens_BS.size(1), forward.attention.packed_seq_params)
@@ -379,11 +379,11 @@ class Attached(Attachment):
         return MTPLoss(total, made[self.given[0].called].depth_means, made)
 
     def _text(self, tokens_BS: Tensor) -> Tensor:
-        """The tokens with -1 in the place of placeholders."""
+        """Return the tokens with placeholders replaced by -1."""
         return tokens_BS.masked_fill(torch.isin(tokens_BS, self._placeholders.to(tokens_BS.device)), -1)
 
     def _check_gathered(self) -> None:
-        """Refuse modules that FSDP gathers in their own forward alone, which does not run here."""
+        """Refuse modules that FSDP gathers only in their own forward, which does not run here."""
         layers = self.model.mtp.layers if mtp_among(self.given) is not None else ()
         drafters = [getattr(self.model, each.module) for each in self.given if each.settings.drafter is not None]
         read = [getattr(self.head_owner, "weight", None), *(layer.enorm.weight for layer in layers)]
@@ -411,7 +411,7 @@ class Attached(Attachment):
     def drafted(
         self, head: DraftHead, hidden_SBH: Tensor, batch: DepthBatch, packed: Any, length: int, is_apart: bool
     ) -> Drafted:
-        """Output of a head, with the attention inputs of the forward."""
+        """Compute the output of a head with the attention inputs of the forward."""
         trunk = self.trunk_output(hidden_SBH, self._position_ids_BS, self._attention, is_apart)
         if head.drafter is not None:
             positions_BS = to_device(batch.positions_S, hidden_SBH.device).expand_as(batch.labels_BS)
@@ -427,7 +427,7 @@ class Attached(Attachment):
 
     @override
     def _decoded(self, call: Mapping[str, Any], hidden_SBH: Tensor) -> Tensor | None:
-        """Keep the forward for its loss, or add the loss to its states."""
+        """Store the forward for its loss, or add the loss to its states."""
         forward = _Forward(
             hidden_SBH,
             self._read.taken(),
@@ -438,8 +438,8 @@ class Attached(Attachment):
             torch._C._current_graph_task_id(),
         )
         if self.weight is not None and forward.records:
-            self._newest = None  # its loss is taken here
-            apply: Callable[..., Tensor] = RidingLoss.apply  # torch types it from 2.15 on
+            self._newest = None  # its loss is computed here
+            apply: Callable[..., Tensor] = RidingLoss.apply  # typed by torch since 2.15
             return apply(hidden_SBH, self._riding(forward, call, self.weight))
         self._newest, self._forwards = forward, self._forwards + 1
         has_graph = self._recorded is not None and self._recorded.states_SBH.requires_grad
@@ -448,10 +448,11 @@ class Attached(Attachment):
         return None
 
     def _riding(self, forward: _Forward, call: Mapping[str, Any], weight: float) -> Tensor:
-        """The weighted loss of the forward that is running.
+        """Compute the weighted loss of the running forward.
 
-        Megatron's schedule scales it as the trunk's loss: divided by microbatches, or all sums by the tokens of the
-        global batch where the loss is per token. DDP then has the mean over context-parallel ranks, or the sum.
+        Megatron's schedule scales it like the trunk's loss: divides it by the number of microbatches or, for a
+        per-token loss, divides all sums by the tokens of the global batch. DDP then takes the mean, or the sum, over
+        context-parallel ranks.
         """
         tokens_BS, labels_BS, mask_BS = (call.get(name) for name in ("input_ids", "labels", "loss_mask"))
         if tokens_BS is None:
@@ -469,7 +470,7 @@ class Attached(Attachment):
         return weight * (1 if per_token else self.pg_collection.cp.size()) * made.loss
 
     def _whole(self, part_BS: Tensor, packed: PackedSeqParams | None) -> Tensor:
-        """Whole sequences, of the parts that context-parallel ranks have."""
+        """Gather whole sequences from the parts on context-parallel ranks."""
         group = self.pg_collection.cp
         if group.size() == 1:
             return part_BS
@@ -481,7 +482,7 @@ class Attached(Attachment):
 
 
 def _check(chunk: Any, heads: Sequence[Head], weight: float | None, block: str, adopts: bool) -> None:
-    """Refuse arguments that do not fit the model, and models whose forward the hooks would not see."""
+    """Refuse arguments that do not fit the model, and models whose forward pass the hooks cannot see."""
     if isinstance(getattr(chunk, "mtp_attached", None), Attached):
         raise ValueError("MTP layers are attached to this model already; use what attach returned.")
     arguments = [*refusals(heads), *refused_arguments(chunk, heads, weight, block, adopts)]

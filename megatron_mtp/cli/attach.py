@@ -237,7 +237,7 @@ def _warned(settings: AttachSettings) -> bool:
     except ValueError as error:
         print(
             f"> warning: no Hugging Face folder can hold this model with MTP layers ({error}) They are trained and "
-            "draft here as a Megatron checkpoint; export and proof are left out.",
+            "draft here as a Megatron checkpoint; export and verification are skipped.",
             file=sys.stderr,
             flush=True,
         )

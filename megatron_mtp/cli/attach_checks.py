@@ -86,8 +86,7 @@ def _check(settings: AttachSettings) -> None:
     if settings.drafter_init == "fitted" and (kind is None or not kind.can_be_fitted or is_chat_file(settings.corpus)):
         fitted = fitted_kind()
         raise ValueError(
-            f"--drafter-init is fitted, which {fitted.called} (--drafter {fitted.name}) on a text alone can be; give "
-            "random."
+            f"--drafter-init fitted needs {fitted.called} (--drafter {fitted.name}) and plain text; give random."
         )
     if kind is not None and kind.fills_blocks and number_of(settings.token_fraction) != 1:
         raise ValueError(
@@ -117,13 +116,13 @@ def _check(settings: AttachSettings) -> None:
     for flag in ("donor", "mtp_init") if settings.load is not None else ():
         if getattr(settings, flag) not in (None, "last-layer", "random"):
             raise ValueError(
-                f"{flag_of(flag)} was given with --load, whose trunk no machine holds; leave it out, or let convert "
-                "make a checkpoint with MTP layers."
+                f"{flag_of(flag)} was given with --load, for trunks too large for one machine; drop the flag, or make "
+                "a checkpoint with MTP layers by megatron-mtp convert."
             )
     if settings.family is not None and settings.family not in trained_forms():
         raise ValueError(f"--family is '{settings.family}'; give one of {', '.join(trained_forms())}.")
     if settings.launch is not None and shutil.which((words_of_launch(settings.launch) or [""])[0]) is None:
-        raise ValueError(f"--launch is '{settings.launch}', which begins with no program of this machine; correct it.")
+        raise ValueError(f"--launch is '{settings.launch}', and this machine has no such program; correct it.")
 
 
 def _check_texts(settings: AttachSettings) -> None:
@@ -134,4 +133,6 @@ def _check_texts(settings: AttachSettings) -> None:
     if settings.texts_by is not None and count is None:
         raise ValueError("--texts-by was given without --self-generated; give the number of samples with it.")
     if settings.mtp_init == "fitted" and is_chat_file(settings.corpus):
-        raise ValueError("--mtp-init is fitted, and there is no text but conversations; give last-layer or random.")
+        raise ValueError(
+            "--mtp-init fitted needs plain text, and the corpus has only chats; give last-layer or random."
+        )

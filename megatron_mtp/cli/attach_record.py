@@ -25,7 +25,7 @@ def check_run(settings: AttachSettings) -> None:
         raise ValueError(f"{settings.run} has no {RECORD}, so attach did not make it; name another RUN.")
     sources = [Path(path) for path in (settings.model, settings.corpus, settings.load, settings.donor) if path]
     if settings.overwrite and any(is_inside(path, settings.run) for path in sources):
-        raise ValueError(f"--overwrite would remove what is read, which lies in {settings.run}; name another RUN.")
+        raise ValueError(f"--overwrite would delete input files, which are in {settings.run}; name another RUN.")
     if settings.overwrite or not file.exists():
         return
     try:
@@ -37,8 +37,8 @@ def check_run(settings: AttachSettings) -> None:
     others = [_written(name, begun[name]) for name in KEPT if begun[name] != given[name]]
     if others:
         raise ValueError(
-            f"{settings.run} was begun with {', '.join(others)}; give the same to go on, name another RUN, or give "
-            "--overwrite to begin it anew."
+            f"{settings.run} was begun with {', '.join(others)}; give the same to continue, name another RUN, or give "
+            "--overwrite to start over."
         )
 
 

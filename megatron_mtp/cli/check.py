@@ -156,8 +156,8 @@ def _prompts(args: Namespace, tokenizer: "PreTrainedTokenizerBase") -> NumberedP
         found += [(number, ids[piece * apart :][: args.prompt_tokens]) for piece in range(pieces)]
     if len(found) < args.prompts:
         raise ValueError(
-            f"--text gives {len(found)} prompts of {args.prompt_tokens} tokens, and {args.prompts} are asked for; give "
-            "more text, or fewer or shorter ones (--prompts, --prompt-tokens)."
+            f"--text has {len(found)} prompts of {args.prompt_tokens} tokens, and {args.prompts} are needed; give "
+            "more text, or fewer or shorter prompts (--prompts, --prompt-tokens)."
         )
     return found[: args.prompts]
 
@@ -302,8 +302,8 @@ def _compared(
     drafts = next(iter(whole.offered_at), 0)
     if drafts < LEAST_DRAFTS:
         raise ValueError(
-            f"{drafts} drafts were made, and {LEAST_DRAFTS} are the least to compare; give more --prompts, or more "
-            "--max-new-tokens, and see that the model drafts."
+            f"{drafts} drafts were made, and a comparison needs {LEAST_DRAFTS}; give more --prompts, or more "
+            "--max-new-tokens, and check that the model drafts."
         )
     positions = min(len(recorded), len(whole.offered_at))
     drawn_RD = resampled(list(units.values()))[:, :positions]
@@ -342,7 +342,7 @@ def text_of(result: dict[str, Any]) -> str:
     )
     if result["ok"]:
         return "\n".join([*lines, "drafts are accepted as recorded."])
-    less = f"drafts are accepted less than recorded, beyond the error and a tolerance of {result['tolerance']:.0%}"
-    causes = "the text is unlike that of the evaluation, the MTP layers are not of this trunk (megatron-mtp audit)"
-    more = "the server drafts otherwise" if result["server"] else "they are quantized too far"
+    less = f"fewer drafts are accepted than recorded, beyond the error and a tolerance of {result['tolerance']:.0%}"
+    causes = "the text differs from the evaluation's, the MTP layers are not of this trunk (megatron-mtp audit)"
+    more = "the server drafts differently" if result["server"] else "they are quantized too coarsely"
     return "\n".join([*lines, f"{less}: {causes}, or {more}."])

@@ -270,7 +270,7 @@ def patch_rows(probe: bool) -> list[dict[str, str]]:
     for patch in (*PATCHES, *LOOP):
         row = {name: getattr(patch, name) for name in ("target", "reason", "upstream")}
         row["versions"] = f"{patch.package} {patch.versions}"
-        guess = KNOWN if is_known(patch) else f"{UNKNOWN} (--probe asks whether it has the fault)"
+        guess = KNOWN if is_known(patch) else f"{UNKNOWN} (--probe tests whether it has the fault)"
         rows.append({**row, "state": state_of(patch).value if probe else guess})
     return rows
 

@@ -141,11 +141,9 @@ def parser(program: str) -> Parser:
 
 def _check_flags(args: argparse.Namespace) -> None:
     if args.workers < 1:
-        raise ValueError(f"--workers: {args.workers} processes cannot work; give 1 or more.")
+        raise ValueError(f"--workers is {args.workers}; give 1 or more.")
     if args.max_mb is not None and not 0 < args.max_mb * BYTES_PER_MB < math.inf:
-        raise ValueError(
-            f"--max-mb: {args.max_mb} MB is not a size of text; give a number above 0 or leave the flag out."
-        )
+        raise ValueError(f"--max-mb is {args.max_mb}; give a number above 0, or drop the flag.")
     if os.path.basename(args.output_prefix) in ("", ".", ".."):
         raise ValueError(f"--output-prefix is '{args.output_prefix}'; name the files to write, such as data/corpus.")
     for name in CHAT_FLAGS:

@@ -206,7 +206,7 @@ def _write(
             f"--prompt-tokens is {args.prompt_tokens}, and the model has {positions} positions; give fewer."
         )
     numbered = ((number, prompts.prompt(number)) for number in left)
-    # A conversation that leaves no room for a token is left out.
+    # Skip conversations that leave no room for a new token.
     fitting = ((number, prompt) for number, prompt in numbered if positions is None or len(prompt) < positions)
     done = args.texts - len(left)
     with (
@@ -240,7 +240,7 @@ def _publish(
     new = sum(len(text.tokens) for text in texts)
     ended = sum(text.finish == Finish.STOP for text in texts)
     less = args.texts - len(texts)
-    left_out = f", {less} left out since their prompts are too long" if less else ""
+    left_out = f", {less} skipped because their prompts are too long" if less else ""
     print(
         f"{args.output_prefix}.bin and .idx: {len(texts)} samples{left_out}, {record['tokens']} tokens, {new} of them "
         f"new ({new / len(texts):.0f} per sample; {ended} ended with an end token)"

@@ -189,7 +189,7 @@ class TextServer:
             return ValueError(f"--server: {url} answers {status} for {what} {tried} ({message}); {advice}; {go_on}")
         if isinstance(error, APIConnectionError):
             reason = " ".join(str(error.__cause__ or error).split())[:MAX_MESSAGE_CHARS]
-            return ValueError(f"--server: {url} gives no answer for {what} ({reason}); see that it runs; {go_on}")
+            return ValueError(f"--server: no answer from {url} for {what} ({reason}); check that it runs; {go_on}")
         if isinstance(error, AttributeError | TypeError | IndexError):
-            return ValueError(f"--server: {url} gives {what} in another form than OpenAI's; correct the URL.")
+            return ValueError(f"--server: {url} sends {what} in a format other than OpenAI's; correct the URL.")
         return error

@@ -135,7 +135,7 @@ def check_outside(output: Path, *sources: Path) -> None:
     """
     for source in sources:
         if is_inside(output, source):
-            raise ValueError(f"{output} lies inside {source}, which it is made from; name a place outside of it.")
+            raise ValueError(f"{output} is inside {source}, which it is made from; name a place outside of it.")
 
 
 def is_inside(path: Path, folder: Path) -> bool:

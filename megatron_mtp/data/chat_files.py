@@ -23,16 +23,17 @@ from megatron_mtp.data.sources import sources_of_files
 from megatron_mtp.data.tokenizer import Encoder, read_tokenizer
 
 LEFT_OUT = {
-    "bad_lines": "{} of {chats} lines are left out, since they cannot be trained on (--chat-skip-bad-lines)",
-    "chats_without_answer": "{} of {chats} chats are left out, since they hold no answer of the assistant",
-    "chats_without_trained_answer": "{} of {chats} chats are left out, since none of their answers shall count",
-    "masked_turns": "{} turns of the assistant do not count, as their fields request (weight, loss, train or the like)",
-    "history_turns": "{} turns of the assistant do not count, since others follow (--chat-mask-history)",
-    "opening_turns": "{} turns of the assistant do not count, since they begin a chat",
-    "unthought_turns": "{} turns of the assistant count without their reasoning, which the chat template leaves out",
-    "unopened_turns": "{} turns of the assistant count without the thought that the generation prompt begins, as the "
-    "chat template renders them; give data with reasoning, or a template with {{% generation %}}, to train on thoughts",
-    "empty_turns": "{} turns of the assistant are empty, and teach to answer nothing",
+    "bad_lines": "{} of {chats} lines are skipped because they cannot be trained on (--chat-skip-bad-lines)",
+    "chats_without_answer": "{} of {chats} chats are skipped because they have no assistant message",
+    "chats_without_trained_answer": "{} of {chats} chats are skipped because all their assistant messages are masked",
+    "masked_turns": "{} assistant messages are masked by their own fields (weight, loss, train or the like)",
+    "history_turns": "{} assistant messages are masked because others follow (--chat-mask-history)",
+    "opening_turns": "{} assistant messages are masked because they begin a chat",
+    "unthought_turns": "{} assistant messages are trained on without their reasoning, which the chat template drops",
+    "unopened_turns": "{} assistant messages are trained on without the thought that the generation prompt opens, as "
+    "the chat template renders them; give data with reasoning, or a template with {{% generation %}}, to train on "
+    "thoughts",
+    "empty_turns": "{} assistant messages are empty, which trains the model to give empty answers",
 }
 """What is not trained on, or not as it was written, and the line that reports it."""
 
@@ -85,7 +86,7 @@ def write_chats(
         if not counted:
             said = "; ".join(lines_of(left_out, len(lines), bad))
             raise ValueError(
-                f"--chat: no token counts, since no chat has an answer of the assistant to train on: {said}."
+                f"--chat: there are no tokens to train on, since no chat has an assistant message that counts: {said}."
             )
         return writer.finish(
             settings,
@@ -102,7 +103,7 @@ def _refusal(bad: list[str], count: int, lines: int) -> str:
     more = f"\n  and {count - len(bad):,} more" if count > len(bad) else ""
     return (
         f"--chat: {count:,} of {lines:,} lines cannot be trained on:{shown}{more}\n"
-        "Correct or remove them, or leave them out with --chat-skip-bad-lines."
+        "Correct or remove them, or skip them with --chat-skip-bad-lines."
     )
 
 

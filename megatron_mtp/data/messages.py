@@ -103,7 +103,7 @@ def normal_line(fields: dict[str, Any]) -> list[dict[str, Any]]:
     weight, mask, system = fields.get("weight"), fields.get("mask"), fields.get("system")
     if weight is not None and weight != 1:
         raise ValueError(
-            f"the line has 'weight': {weight!r:.20}, and chats all count alike; remove the field or the line"
+            f"the line has 'weight': {weight!r:.20}, but all chats have equal weight; remove the field or the line"
         )
     if mask is not None and NAMES.get(str(mask).lower()) != "user":  # NeMo's: the role that is not trained on
         raise ValueError(f"the line has 'mask': {mask!r:.20}, and all but the assistant is masked; remove the field")
@@ -185,9 +185,7 @@ def _is_trained(fields: dict[str, Any], is_assistant: bool, where: str) -> bool:
     counts = all(said.values())
     if said and counts and not is_assistant:
         names = " and ".join(map(repr, said))
-        raise ValueError(
-            f"{where} shall be trained on by {names}, but what the assistant writes alone is; remove the field"
-        )
+        raise ValueError(f"{where} has {names}, but only assistant messages are trained on; remove the field")
     return counts and is_assistant
 
 

@@ -282,6 +282,6 @@ def from_vllm(given: Mapping[str, Any]) -> dict[str, Any]:
         if key.name is None:
             continue
         if key.name in made:
-            raise ValueError(f"speculative config: {name} and {key.name} are one setting; give one of both.")
+            raise ValueError(f"speculative config: {name} and {key.name} are the same setting; give one of the two.")
         made[key.name] = value if key.becomes is None else key.becomes[value]
     return made

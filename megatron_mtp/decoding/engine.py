@@ -102,7 +102,7 @@ class Engine:
     def step(self) -> list[Update]:
         """Run a decode step of every running sequence, or a chunk of prompts; see `Scheduler.schedule`."""
         if self.is_torn:
-            raise RuntimeError("an update of the weights has failed half-way; update them again, whole.")
+            raise RuntimeError("an update of the weights failed halfway; update all of them again.")
         updates: list[Update] = []
         began = time.perf_counter()
         for batch in self.scheduler.schedule():

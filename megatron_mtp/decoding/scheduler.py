@@ -111,7 +111,7 @@ class Scheduler:
                 f"cache, which has {most}; ask for less, or give the cache more."
             )
         if len(self.waiting) >= self.settings.waiting:
-            raise QueueFull(f"{len(self.waiting)} requests wait already; try again later.")
+            raise QueueFull(f"{len(self.waiting)} requests are already waiting; try again later.")
         self.seqs[seq.number] = seq
         insort(self.waiting, seq.number)
 

@@ -269,7 +269,7 @@ def chosen(values_BV: Tensor, token_B: Tensor) -> Tensor:
 class RelaxedSettings(Settings):
     """Settings of relaxed acceptance."""
 
-    top_n: int = setting(10, "a token must be among so many likeliest tokens", 1, 1 << 20)
+    top_n: int = setting(10, "a token must be among this many likeliest tokens", 1, 1 << 20)
     delta: float = setting(0.6, "and its probability at most this much below the best", 0.0, 1.0)
     think_start: int | None = setting(None, "token id that begins the thinking phase; required")
     think_end: int | None = setting(None, "token id that ends it; required")

@@ -44,10 +44,10 @@ from megatron_mtp.model.trunk_output import is_detached
 from megatron_mtp.spec.config import MTPConfig
 
 HALFWAY = 0.5
-"""The fraction of the run that is over, for a loop that does not give it."""
+"""Fraction of the run that is over, for loops that do not set it."""
 
 TAKEN = "mtp_taken"
-"""Attribute of a scale of the loss that was set after a forward, and taken in the backward pass."""
+"""Attribute that marks a loss scale that was set after a forward and used in its backward pass."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ def trunk_states(model: torch.nn.Module, tokens_BS: Tensor, document_BS: Tensor 
     states: Tensor = model(
         joined_BS[:, positions_S],
         positions_S.expand(len(joined_BS), -1),
-        None,  # attention is causal without a mask
+        None,  # no mask means causal attention
         packed_seq_params=packed,
-        output_processor=lambda stage: stage.hidden_SBH,  # there is no batch for them, so MTP layers are not run
+        output_processor=lambda stage: stage.hidden_SBH,  # without a batch, MTP layers do not run
     )
     return states if packed is None else states.view(len(tokens_BS), -1, states.size(-1)).transpose(0, 1)
 
@@ -256,8 +256,8 @@ def _check_stage(trunk: Any, settings: MTPConfig) -> None:
         raise ValueError("the model has no MTP layers; attach some with megatron-mtp convert attach-mtp.")
     if not (trunk.mtp_process and trunk.post_process):
         raise ValueError(
-            "this pipeline stage has not both the MTP layers and the head; call mtp_loss on the last stage, and build "
-            "the model without a stage of the MTP layers' own."
+            "this pipeline stage does not have both the MTP layers and the output layer; call mtp_loss on the last "
+            "stage, and build the model without a separate stage for the MTP layers."
         )
     if settings.mtp_hidden_state_mixing:
         raise ValueError(
@@ -348,15 +348,15 @@ def positions_of_group(group: ProcessGroup, length: int, packed: PackedSeqParams
 
 
 class RidingLoss(torch.autograd.Function):
-    """Megatron's `MTPLossAutoScaler`, whose scale outlives the schedule that has set it.
+    """Variant of Megatron's `MTPLossAutoScaler` that does not reuse a scale set by an earlier schedule.
 
-    A schedule sets the scale after every forward. A scale that was set after a forward is of that forward alone: the
-    next one, of a plain loop, begins with 1. A loop's scale that was set before its forwards stays.
+    A schedule sets the scale after every forward. Such a scale applies only to that forward: the next forward, in a
+    plain loop, starts with 1. A scale that a loop sets before its forwards stays.
     """
 
     @staticmethod
     def forward(ctx: Any, states_SBH: Tensor, loss: Tensor) -> Tensor:
-        """The states, which take the loss along."""
+        """Return the states unchanged and keep the loss for the backward pass."""
         scale = MTPLossAutoScaler.main_loss_backward_scale
         if getattr(scale, TAKEN, False) and torch._C._current_graph_task_id() == NO_BACKWARD:
             scale = torch.ones_like(scale)
@@ -366,7 +366,7 @@ class RidingLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
-        """The states' gradient, and the scale for the loss."""
+        """Return the gradient of the states, and the scale as the gradient of the loss."""
         scale = MTPLossAutoScaler.main_loss_backward_scale
         if scale is not ctx.scale:
             setattr(scale, TAKEN, True)

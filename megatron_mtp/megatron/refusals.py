@@ -41,18 +41,19 @@ SENTENCES: tuple[tuple[str, str], ...] = (
     ),
     (
         "is not divisible by total_model_size",
-        "there are {world_size} ranks, no multiple of --tensor-model-parallel-size {tensor_model_parallel_size} x "
+        "there are {world_size} ranks, not a multiple of --tensor-model-parallel-size {tensor_model_parallel_size} x "
         "--pipeline-model-parallel-size {pipeline_model_parallel_size} x --context-parallel-size "
         "{context_parallel_size}; start more ranks, or give smaller sizes.",
     ),
     (
         "Number of layers should be divisible by the pipeline",
-        "--num-layers is {num_layers}, no multiple of --pipeline-model-parallel-size {pipeline_model_parallel_size}; "
-        "give one, or --decoder-last-pipeline-num-layers or --pipeline-model-parallel-layout for unequal stages.",
+        "--num-layers is {num_layers}, not a multiple of --pipeline-model-parallel-size "
+        "{pipeline_model_parallel_size}; give one, or --decoder-last-pipeline-num-layers or "
+        "--pipeline-model-parallel-layout for unequal stages.",
     ),
     (
         "args.hidden_size % args.num_attention_heads == 0",
-        "--hidden-size is {hidden_size}, no multiple of --num-attention-heads {num_attention_heads}; give one, or "
+        "--hidden-size is {hidden_size}, not a multiple of --num-attention-heads {num_attention_heads}; give one, or "
         "--kv-channels for heads of any size.",
     ),
     (
@@ -62,11 +63,12 @@ SENTENCES: tuple[tuple[str, str], ...] = (
     ),
     (
         "should be a multiple of 2 * context-parallel-size",
-        "--seq-length is {seq_length}, no multiple of twice --context-parallel-size {context_parallel_size}; give one.",
+        "--seq-length is {seq_length}, not a multiple of twice --context-parallel-size {context_parallel_size}; give "
+        "one.",
     ),
     (
         "should be a multiple of expert model parallel_size",
-        "--num-experts is {num_experts}, no multiple of --expert-model-parallel-size {expert_model_parallel_size}; "
+        "--num-experts is {num_experts}, not a multiple of --expert-model-parallel-size {expert_model_parallel_size}; "
         "give one.",
     ),
     (

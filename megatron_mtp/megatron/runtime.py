@@ -99,7 +99,7 @@ def check_device(on_cpu: bool) -> None:
         if given not in NO_GPUS or (given == "0" and name == "CUDA_VISIBLE_DEVICES"):
             raise ValueError(
                 f"rank {os.environ.get('RANK', '0')} on {platform.node()} finds no CUDA device, but {name} is {given}; "
-                f"look there with nvidia-smi and `megatron-mtp doctor`, or set {ALLOW_CPU}=1 to run on the CPU."
+                f"check it with nvidia-smi and `megatron-mtp doctor`, or set {ALLOW_CPU}=1 to run on the CPU."
             )
 
 

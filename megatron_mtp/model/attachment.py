@@ -1,12 +1,12 @@
-"""Draft heads on a model of Megatron's own class, by three hooks on its forward; the class stays, and its methods.
+"""Attaches draft heads to a model of Megatron's own class with three hooks on its forward; class and methods stay.
 
-before the forward      keep the call, and hide the heads: while it lasts, the model looks as if it had none, so that
-                        Megatron's own MTP does not run, and its loss is not added
-after the decoder       keep the attention inputs of the trunk's layers
+before the forward      store the call and hide the heads: during the forward the model looks as if it had none, so
+                        that Megatron's own MTP does not run and does not add its loss
+after the decoder       store the attention inputs of the trunk's layers
 after the forward       show the heads again
 
-`../attach.py` adds a loss to a loop's own forward; `trained_stage.py` gives a run its objective. Whoever has a model
-asks `attached_of(model)` for its heads.
+`../attach.py` adds a loss to a loop's own forward; `trained_stage.py` gives a run its objective. `attached_of(model)`
+returns the heads of a model.
 
 Letters in names: D depths, S sequence, B batch, H hidden, C channels.
 """
@@ -36,11 +36,11 @@ INFERENCE = ("inference_context", "inference_params")
 
 
 class DraftHead(Protocol):
-    """What drafts from the trunk's output: MTP layers or a drafter.
+    """Interface of a draft head: MTP layers or a drafter that draft from the trunk's output.
 
     Attributes:
-        depths: D.
-        drafter: settings of a drafter; None of MTP layers.
+        depths: number D of draft tokens.
+        drafter: settings of a drafter; None for MTP layers.
     """
 
     depths: int
@@ -48,26 +48,26 @@ class DraftHead(Protocol):
 
     @property
     def is_apart(self) -> bool:
-        """Return whether the drafts train nothing of the trunk, including its embedding and output layer."""
+        """Return whether the loss of the drafts leaves the trunk alone, including its embedding and output layer."""
 
     def drafts(self, trunk: TrunkOutput, batch: DepthBatch) -> tuple[list[Tensor], Tensor | None]:
-        """Inputs of the output head, one a depth, and the logits of their confidence, if there is one."""
+        """Compute the inputs of the output layer, one per depth, and confidence logits if the head has them."""
 
     def head_of(self, head: Head) -> Head:
-        """The output head that drafts, from the trunk's."""
+        """Return the output layer for drafts, given the trunk's."""
 
     def begin_head(self, head: Head) -> None:
-        """Make new rows of the output head that drafts, from the trunk's, where it has rows of its own."""
+        """Initialize the output layer for drafts from the trunk's, if it has rows of its own."""
 
 
 class Attachment:
-    """The draft heads of a pipeline stage, and what is asked of its model for them.
+    """Draft heads of a pipeline stage, with access to the parts of its model that they need.
 
     Args:
-        model: Megatron's, with the modules of its heads.
-        heads: those that this stage holds.
-        draft_vocabulary: this rank's drafted rows of the output head; None where all tokens are drafted.
-        true_vocab_size: tokens; None if every row of the output head is one.
+        model: Megatron's model, which holds the modules of the heads.
+        heads: heads on this stage.
+        draft_vocabulary: this rank's rows of the output layer in the draft vocabulary; None to draft all tokens.
+        true_vocab_size: number of tokens; None if every row of the output layer is a token.
     """
 
     def __init__(
@@ -87,37 +87,37 @@ class Attachment:
         model.mtp_attached = self
 
     def hook(self) -> None:
-        """Put the hooks on the model."""
+        """Install the hooks on the model."""
         self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
         self.model.decoder.register_forward_hook(self._keep, with_kwargs=True)
         self.model.register_forward_hook(self._end, always_call=True)
 
     @property
     def depths(self) -> int:
-        """D, of the first head."""
+        """Number D of draft tokens of the first head."""
         return self.heads[0].depths
 
     @property
     def drafter(self) -> "HeadSpec | None":
-        """The settings of the first head, if that is a drafter."""
+        """Settings of the first head if it is a drafter, otherwise None."""
         return self.heads[0].drafter if self.heads else None
 
     @property
     def head_owner(self) -> Any:
-        """The module whose weight is the head's; a framework may put another output layer on the model."""
+        """Module that owns the output weight; a framework may have replaced the model's output layer."""
         return self.model.embedding.word_embeddings if self._head_is_embedding else self.model.output_layer
 
     def head(self, gathers: bool | None = None, *, detached: bool = False) -> Head:
-        """The output head, as a loss needs it.
+        """Return the output layer for a loss.
 
         Args:
-            gathers: whether `project` gathers the slices of the vocabulary; None for the model's own choice.
-            detached: whether the head is not trained.
+            gathers: whether `project` gathers the slices of the vocabulary; None to use the model's setting.
+            detached: whether the output layer gets no gradient.
         """
         owner = self.head_owner
         if self.config.mtp_num_layers and not is_detached(self.config):
-            # With fused gradient accumulation the head returns a dummy gradient, which DDP would drop together with
-            # that of the MTP layers' loss; with this mark the dummy is zero, and is added.
+            # With fused gradient accumulation the output layer returns a dummy gradient, which DDP would drop together
+            # with the gradient of the MTP layers' loss; with this attribute the dummy is zero, and DDP adds it.
             owner.weight.zero_out_wgrad = True
         return head_of(self.model, owner, gathers, detached, self.draft_vocabulary, self.true_vocab_size)
 
@@ -130,14 +130,14 @@ class Attachment:
         length: int,
         is_apart: bool,
     ) -> Drafted:
-        """Output of a head.
+        """Compute the output of a head.
 
         Args:
-            hidden_SBH: the trunk's.
-            batch: this rank's part.
-            packed: of a row of several documents.
-            length: positions of the whole sequences.
-            is_apart: whether it passes no gradient to the trunk's states, embedding and output head.
+            hidden_SBH: the trunk's output.
+            batch: this rank's part of the batch.
+            packed: packed-sequence parameters of a row with several documents.
+            length: number of positions in the whole sequences.
+            is_apart: whether no gradient is passed to the trunk's states, embedding and output layer.
         """
         position_ids_BS = to_device(batch.positions_S, hidden_SBH.device).expand_as(batch.labels_BS)
         turned = length if packed is None else packed.max_seqlen_q
@@ -146,29 +146,29 @@ class Attachment:
         return self.drafted_from(self.trunk_output(hidden_SBH, position_ids_BS, attention, is_apart), head, batch)
 
     def rows_of(self, head: DraftHead) -> DraftVocabulary | None:
-        """This rank's rows of the output head that a head drafts with; None for all."""
+        """Return this rank's rows of the output layer in a head's draft vocabulary; None for all rows."""
         return self.draft_vocabulary
 
     def drafted_from(self, trunk: TrunkOutput, head: DraftHead, batch: DepthBatch) -> Drafted:
-        """What a head drafts from the trunk's output."""
+        """Run a head on the trunk's output."""
         return self.drafted_by(head, batch, *head.drafts(trunk, batch), is_apart=trunk.is_apart)
 
     def drafted_by(
         self, head: DraftHead, batch: DepthBatch, *made: Any, gathers: bool | None = None, is_apart: bool = False
     ) -> Drafted:
-        """Output of a head, from what its `drafts` made; `is_apart` if no head may train the output head."""
+        """Build the output of a head from the result of its `drafts`; `is_apart`: no head trains the output layer."""
         output = replace(self.head(gathers, detached=is_apart or head.is_apart), draft_vocabulary=self.rows_of(head))
         return Drafted(made[0], head.head_of(output), batch, made[1])
 
     def trunk_output(
         self, hidden_SBH: Tensor, position_ids_BS: Tensor, attention: AttentionInputs, is_apart: bool = False
     ) -> TrunkOutput:
-        """What the heads read of a forward pass."""
+        """Collect what the heads read from a forward pass."""
         return TrunkOutput(hidden_SBH, position_ids_BS, self.embedding, attention, self._angles, is_apart=is_apart)
 
     @property
     def embedding(self) -> Any:
-        """The trunk's, or this stage's copy of it."""
+        """The trunk's embedding, or this stage's copy of it."""
         return self.model.embedding
 
     def _angles(self, length: int, **others: Any) -> Tensor:
@@ -176,11 +176,11 @@ class Attachment:
 
     @property
     def turns_heads(self) -> bool:
-        """Return whether attention is given rotary angles; latent attention makes its own."""
+        """Return whether attention takes rotary angles as input; latent attention computes its own."""
         return self.model.position_embedding_type in ("rope", "yarn") and not self.config.multi_latent_attention
 
     def rotary_angles(self, length: int, **others: Any) -> tuple[Tensor, float]:
-        """Angles [length, 1, 1, C] of the first positions, and YaRN's factor of their cosines and sines, else 1.
+        """Return angles [length, 1, 1, C] of the first positions, and YaRN's factor for cosines and sines, or 1.
 
         Args:
             length: number of positions.
@@ -192,8 +192,8 @@ class Attachment:
     # --- the hooks ---------------------------------------------------------------------------------------------------
 
     def _begin(self, model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Before the forward: keep its arguments, and hide the heads, except from Megatron's inference engine."""
-        self._show()  # where KeyboardInterrupt ended the last forward: torch calls `_end` after an Exception alone
+        """Before the forward: store its arguments and hide the heads, except from Megatron's inference engine."""
+        self._show()  # in case KeyboardInterrupt ended the last forward: torch calls `_end` only after an Exception
         call = {**dict(zip(self._names, given, strict=False)), **named}
         if any(call.get(name) is not None for name in INFERENCE):
             return
@@ -205,8 +205,8 @@ class Attachment:
         self._call = call
 
     def _keep_weights_on_device(self) -> None:
-        """Mark the weights that Megatron's first forward would mark if it saw heads and output layer."""
-        from megatron.core.pipeline_parallel.fine_grained_activation_offload import (  # not there in 0.16
+        """Mark the weights that Megatron's first forward would mark if it saw the heads and the output layer."""
+        from megatron.core.pipeline_parallel.fine_grained_activation_offload import (  # missing in 0.16
             FineGrainedActivationOffloadingInterface,
         )
 
@@ -214,13 +214,13 @@ class Attachment:
             FineGrainedActivationOffloadingInterface.mark_not_offload(parameter)
 
     def _hidden(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """Attributes of the model while its forward runs."""
+        """Return the values that attributes of the model have during its forward."""
         config, weight = copy.copy(self.config), self.model.shared_embedding_or_output_weight()
         config.mtp_num_layers = None
         return {"config": config, "mtp_process": False, "shared_embedding_or_output_weight": lambda: weight}
 
     def _keep(self, _: Any, __: tuple[Any, ...], named: dict[str, Any], hidden_SBH: Any) -> Tensor | None:
-        """After the decoder: keep its attention inputs."""
+        """After the decoder: store its attention inputs."""
         if self._call is None:
             return None
         if not isinstance(hidden_SBH, Tensor):
@@ -232,15 +232,15 @@ class Attachment:
         return self._decoded(self._call, hidden_SBH)
 
     def _decoded(self, call: Mapping[str, Any], hidden_SBH: Tensor) -> Tensor | None:
-        """What the model goes on with in the place of the decoder's output; None for that."""
+        """Return a replacement for the decoder's output, or None to keep it."""
 
     def _end(self, _: Any, __: Any, output: Any) -> Any:
-        """After the forward, also where it has failed: show the heads again."""
+        """After the forward, even if it failed: show the heads again."""
         call = self._show()
         return None if call is None or output is None else self._ended(call, output)
 
     def _show(self) -> dict[str, Any] | None:
-        """Show the heads again if they are hidden; returns the arguments of the forward that hid them."""
+        """Show the heads again if they are hidden. Return the arguments of the forward that hid them."""
         for name, before in self._shown.items():
             if before is None:
                 del self.model.__dict__[name]
@@ -250,10 +250,10 @@ class Attachment:
         return call
 
     def _ended(self, call: Mapping[str, Any], output: Any) -> Any:
-        """What the forward returns in the place of its output; None for that."""
+        """Return a replacement for the output of the forward, or None to keep it."""
 
 
 def attached_of(model: Any) -> Attachment:
-    """The draft heads of a model of this package, or of one to which they are attached; the model is not wrapped."""
+    """Return the draft heads of an unwrapped model: one built by this package, or one with attached heads."""
     found: Attachment = model.mtp_attached
     return found

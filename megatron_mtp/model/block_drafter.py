@@ -1,21 +1,21 @@
-"""Drafters that fill a block of K tokens in one pass, as DFlash does (arXiv:2602.06036).
+"""Drafters that fill a block of K tokens in one pass, like DFlash (arXiv:2602.06036).
 
-Let t_a be the newest token. The trunk's states before it make the context, and the block's rows begin at t_a:
+Let t_a be the newest token. The trunk's states before it form the context, and the block's rows begin at t_a:
 
     f_j   = hidden_norm(fc([state after layer ..; after layer ..; ..]))    j < a: keys and values of every layer
     rows    t_a  mask  mask  ..     at positions a, a + 1, ..     each attends to the context and to all of these rows
 
-The last K rows draft. With an idle row, as DFlash has it, the row at a + k drafts t_{a+k}, the token of its own place;
-without one the row at a + k - 1 does, as DSpark's.
+The last K rows draft. With an idle row, as in DFlash, the row at a + k drafts t_{a+k}, the token at its own position;
+without one, as in DSpark, the row at a + k - 1 drafts it.
 
-The layers are Qwen3's; the embedding and, without a draft vocabulary, the head are the trunk's. In training a block
-begins behind position i as depth 1 does: a = i + 1, and its k-th draft is t_{i+k+1}, that of depth k. So the losses,
-the metrics and the acceptance are those of MTP.
+The layers are Qwen3's. The embedding is the trunk's; so is the output layer, unless there is a draft vocabulary. In
+training, a block begins after position i, as depth 1 does: a = i + 1, and its k-th draft is t_{i+k+1}, the target of
+depth k. Losses, metrics and acceptance are therefore the same as for MTP.
 
     K = 2, i = 2     context  f_0 f_1 f_2     rows  t_3 mask mask (DFlash), t_3 mask (DSpark)     drafts  t_4 t_5
 
-Letters in names: S positions (rows of a layer), B batch, H hidden, A blocks, K drafts of a block, D the same as depths,
-X states of several layers side by side, G key heads, C channels.
+Letters in names: S positions (rows of a layer), B batch, H hidden, A blocks, K drafts of a block, D the same drafts as
+depths, X concatenated states of several layers, G key heads, C channels.
 """
 
 import copy
@@ -52,17 +52,17 @@ from megatron_mtp.model.trunk_output import AttentionInputs, TrunkOutput
 from megatron_mtp.spec.head import HeadSpec
 
 BLOCKS_AT_ONCE = 64
-"""Blocks whose attention is one call, which computes the scores of every row with the rows of all these blocks."""
+"""Blocks per attention call; a call computes the scores of every row with the rows of all its blocks."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """Keys and values that the blocks of a layer attend to before their own rows.
+    """Keys and values of the context, which the blocks of a layer attend to in addition to their own rows.
 
     Attributes:
-        key_SBGC, value_SBGC: of every position, or of this rank's.
-        visible: which keys a block sees: [B or 1, 1, A, S], or runs of positions of keys that go around the ranks.
-        first_A: positions of the blocks' first rows.
+        key_SBGC, value_SBGC: keys and values of all positions, or of this rank's.
+        visible: mask of the keys that a block sees, [B or 1, 1, A, S]; or ranges of positions, for ring attention.
+        first_A: positions of the first row of each block.
     """
 
     key_SBGC: Tensor
@@ -72,18 +72,18 @@ class Context:
 
 
 class BlockAttention(PortableAttention):
-    """Attention of the rows of many blocks, each to its context and to its own rows.
+    """Attention for the rows of many blocks; each block attends to its context and its own rows.
 
-    A window counts from the row's position, as in drafting.
+    Windows are counted from the row's position, as in drafting.
 
     Attributes:
-        context: of the next call.
+        context: context for the next call.
     """
 
     context: Context | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """[A K, B, N * C] of rows [A K, B, N or G, C], block by block."""
+        """Compute [A K, B, N * C] from rows [A K, B, N or G, C], several blocks at a time."""
         context, self.context = self.context, None
         assert context is not None, "blocks without a context"
         blocks, rows = len(context.first_A), len(query) // len(context.first_A)
@@ -112,7 +112,7 @@ class BlockAttention(PortableAttention):
         return torch.cat(attended)
 
     def _with_ring(self, query: Tensor, key: Tensor, value: Tensor, context: Context, reach: Reach) -> Tensor:
-        """`forward` with the context's keys on the ranks that made them."""
+        """Compute `forward` while the context's keys stay distributed over the ranks."""
         blocks = len(context.first_A)
         query_AKBNC, key_AKBGC, value_AKBGC = (each.unflatten(0, (blocks, -1)) for each in (query, key, value))
         place_K = torch.arange(query_AKBNC.size(1))
@@ -130,7 +130,7 @@ class BlockAttention(PortableAttention):
         return joined([part, (own, log), *self.sinks(part)]).flatten(2)
 
     def _inside(self, context: Context, first_A: Tensor, rows: int) -> Tensor:
-        """Whether a key is in the window of a row, [R, S + R]."""
+        """Return the mask of keys in the window of each row, [R, S + R]."""
         assert self.window is not None
         position_R = (first_A.unsqueeze(1) + torch.arange(rows, device=first_A.device)).flatten()
         position_S = torch.arange(len(context.key_SBGC), device=first_A.device)
@@ -138,7 +138,7 @@ class BlockAttention(PortableAttention):
 
 
 def within(ahead: Tensor, window: tuple[int, int]) -> Tensor:
-    """Whether keys so many positions ahead of queries are in their windows; -1 is without limit."""
+    """Return whether keys are in the windows of queries, given how many positions they are ahead; -1 means no limit."""
     before, after = window
     inside = torch.ones_like(ahead, dtype=torch.bool)
     if before >= 0:
@@ -147,14 +147,14 @@ def within(ahead: Tensor, window: tuple[int, int]) -> Tensor:
 
 
 class BlockSinkAttention(BlockAttention, SinkAttention):
-    """`BlockAttention` with sinks."""
+    """`BlockAttention` with attention sinks."""
 
 
 class HeadNorm(PortableNorm):
-    """Norm of the heads of a tensor-parallel rank, whose weight gets the gradients of all ranks.
+    """Norm for the attention heads of a tensor-parallel rank; gradients of its weight are summed over all ranks.
 
     Args:
-        is_summed: whether Megatron adds these gradients up, as it does where the trunk has such norms.
+        is_summed: whether Megatron sums these gradients, as it does if the trunk has such norms.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, is_summed: bool = False) -> None:
@@ -162,13 +162,13 @@ class HeadNorm(PortableNorm):
         self.is_summed = is_summed
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The normalized values [..., C]."""
+        """Normalize values [..., C]."""
         weight = self.weight if self.is_summed else copy_to_tensor_model_parallel_region(self.weight)
         return torch.nn.functional.rms_norm(hidden, weight.shape, weight, self.eps)
 
 
 def context_keys(attention: Any, feature_SBH: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [S, B, G, C] of this rank's heads, before they are turned, of Megatron's `SelfAttention`."""
+    """Compute keys and values [S, B, G, C] of this rank's heads with Megatron's `SelfAttention`, without RoPE."""
     groups, channels = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
     weight = attention.linear_qkv.weight
     pairs = weight.view(groups, -1, channels, weight.size(-1))[:, -2:].flatten(0, 2)
@@ -177,7 +177,7 @@ def context_keys(attention: Any, feature_SBH: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _windowed(config: TransformerConfig, drafter: HeadSpec) -> Iterator[TransformerConfig]:
-    """The configuration of each layer, with its window."""
+    """Yield the configuration of each layer, with its window."""
     for window in drafter.windows:
         own = copy.copy(config)
         own.window_size = window
@@ -185,10 +185,10 @@ def _windowed(config: TransformerConfig, drafter: HeadSpec) -> Iterator[Transfor
 
 
 class LayeredDrafter(DrafterLayer):
-    """All weights of a drafter of several layers.
+    """Weights of a drafter with several layers.
 
     Attributes:
-        layers: its transformer layers.
+        layers: transformer layers.
     """
 
     def __init__(
@@ -214,12 +214,12 @@ class LayeredDrafter(DrafterLayer):
         )
 
     def spec_of(self, number: int, submodules: MultiTokenPredictionLayerSubmodules, drafter: HeadSpec) -> ModuleSpec:
-        """The spec of a layer, counted from 1: all are alike."""
+        """Return the spec of a layer, counted from 1. All layers have the same spec."""
         return submodules.tf_layer
 
     @property
     def mtp_model_layer(self) -> torch.nn.Module:
-        """By this name Megatron looks for a layer to record; this one is not."""
+        """Name under which Megatron looks for a layer to capture as a CUDA graph; this one is not captured."""
         return self
 
     @override
@@ -235,10 +235,10 @@ class LayeredDrafter(DrafterLayer):
         attention: AttentionInputs,
         padding_mask_BS: Tensor | None = None,
     ) -> Tensor:
-        """The rows' states before the norm, from their embeddings; their attention has the context.
+        """Compute the states of the rows before the norm from their embeddings; attention already has the context.
 
         Args:
-            given_SBH: what the rows read beside their embeddings; not read.
+            given_SBH: not used; other drafters have a further input for their rows.
         """
         state_SBH = embedded_SBH
         for layer in self.layers:
@@ -249,7 +249,7 @@ class LayeredDrafter(DrafterLayer):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Megatron's, which takes a list of modules for tensors that every rank has."""
+        """Return Megatron's sharded state, corrected for the list of layers, which Megatron takes as replicated."""
         entries: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, TransformerLayer)
@@ -258,10 +258,10 @@ class LayeredDrafter(DrafterLayer):
 
 
 class BlockDrafterLayer(LayeredDrafter):
-    """All weights of the drafter.
+    """Weights of a block drafter.
 
     Attributes:
-        hidden_norm: of the features.
+        hidden_norm: norm of the features.
     """
 
     def __init__(self, drafter: HeadSpec, config: TransformerConfig, *others: Any) -> None:
@@ -274,7 +274,7 @@ class BlockDrafterLayer(LayeredDrafter):
 
 
 class BlockDrafter(DrafterBlock):
-    """K drafts at once. Rows of blocks are whole on every tensor-parallel rank, also with sequence parallelism."""
+    """Drafter that drafts K tokens in one pass. Every tensor-parallel rank has all rows of the blocks."""
 
     settings: ClassVar[dict[str, Any]] = {"qk_layernorm": True, "sequence_parallel": False}
 
@@ -299,15 +299,16 @@ class BlockDrafter(DrafterBlock):
 
     @override
     def drafts(self, trunk: TrunkOutput, batch: DepthBatch) -> tuple[list[Tensor], Tensor | None]:
-        """Inputs of the head for draft 1 .. K, each [A, B, H].
+        """Compute the inputs of the output layer for drafts 1 .. K, each [A, B, H].
 
         Args:
-            trunk: its states that are read, as this rank has them; its attention, whose masks say what a block may see.
-            batch: `blocks_A` says where blocks begin; None for everywhere.
+            trunk: this rank's part of the hidden states that are read, and the attention inputs, whose masks determine
+                what a block may see.
+            batch: `blocks_A` holds the positions at which blocks begin; None for all positions.
 
         Returns:
-            The states, with what a bias reads beside them where the kind has one; and the logits [K, A, B] of its
-            confidence, or None.
+            The states, together with the inputs of the bias for kinds that have one; and confidence logits [K, A, B],
+            or None.
         """
         assert batch.tokens_DBS is not None
         states_SBX = self.read_states(trunk)
@@ -334,43 +335,43 @@ class BlockDrafter(DrafterBlock):
     def with_bias(
         self, states_ADBH: Tensor, before_DBA: Tensor, embedded: Callable[[Tensor], Tensor]
     ) -> tuple[list[Tensor], Tensor | None]:
-        """What `drafts` returns, of the states and the tokens before each draft.
+        """Return the result of `drafts` from the states and the token before each draft.
 
         Args:
-            embedded: embeddings [S, B, H] of tokens [B, S].
+            embedded: function that embeds tokens [B, S] to [S, B, H].
         """
         return list(states_ADBH.unbind(1)), None
 
     def places(self, batch: DepthBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-        """This rank's positions [S] in the whole sequence, and where among them blocks begin [A]."""
+        """Return this rank's positions [S] in the whole sequence, and the indices [A] among them where blocks begin."""
         blocks_A = torch.arange(batch.positions_S.numel()) if batch.blocks_A is None else batch.blocks_A
         return to_device(batch.positions_S, device), to_device(blocks_A, device)
 
     def rings(self, attention: AttentionInputs, positions: int) -> bool:
-        """Return whether a layer's keys of so many positions go around the context-parallel ranks."""
+        """Return whether ring attention is used for this number of positions."""
         return attention.attention_mask is None and self.layer.layers[0].self_attention.core_attention.rings(positions)
 
     def reach(self, attention: AttentionInputs, positions_S: Tensor, position_A: Tensor) -> Reach:
-        """What blocks behind positions see: their documents up to there.
+        """Return what blocks after given positions see: their documents up to these positions.
 
         Args:
-            positions_S: all of this rank.
+            positions_S: all positions of this rank.
         """
         packed, ranks = attention.packed_seq_params, self.cp_group.size()
         bounds = torch.tensor([0, ranks * len(positions_S)]) if packed is None else bounds_of(packed).long()
         return reach_of(bounds, positions_of_ranks(bounds, ranks), position_A.cpu(), self.cp_group)
 
     def known_states(self, states_SBX: Tensor, positions_S: Tensor, rings: bool) -> Tensor:
-        """States of all positions in their order, on every rank; where keys go around, of this rank's positions.
+        """Return states of all positions, in order, on every rank; with ring attention, of this rank's positions.
 
-        They are frozen, and no gradient is sent back.
+        They are frozen, so no gradient is sent back.
         """
         if self.takes_slices:
             states_SBX = gather_from_sequence_parallel_region(states_SBX, group=self.tp_group)
         return states_SBX if rings else self.in_order(states_SBX, positions_S)
 
     def in_order(self, values_S: Tensor, positions_S: Tensor) -> Tensor:
-        """Values [S, ...] of the positions of all context-parallel ranks, in their order."""
+        """Gather values [S, ...] of all context-parallel ranks, in the order of positions."""
         if self.cp_group.size() == 1:
             return values_S
         values_S = gather_from_sequence_parallel_region(values_S, group=self.cp_group)
@@ -391,7 +392,7 @@ class BlockDrafter(DrafterBlock):
             own.core_attention.context = Context(key_SBGC, value_SBGC, visible, first_A)
 
     def embedded(self, tokens_BS: Tensor, embedding: Callable[..., Tensor]) -> Tensor:
-        """Embeddings [S, B, H] of tokens, whole on every tensor-parallel rank."""
+        """Embed tokens to [S, B, H], complete on every tensor-parallel rank."""
         if not self.takes_slices:
             return embedding(input_ids=tokens_BS, position_ids=None)
         count = tokens_BS.size(1)
@@ -405,12 +406,12 @@ class BlockDrafter(DrafterBlock):
 
 
 def visible_before(attention: AttentionInputs, place_A: Tensor, position_A: Tensor, positions: int) -> Tensor:
-    """[B or 1, 1, A, S]: what the trunk sees at positions, which are the ones before blocks.
+    """Return the mask [B or 1, 1, A, S] of what the trunk sees at the positions before blocks.
 
     Args:
-        place_A: the positions' places among those that this rank has.
+        place_A: indices of these positions among this rank's.
         position_A: the positions.
-        positions: of the whole sequence.
+        positions: number of positions in the whole sequence.
     """
     if attention.attention_mask is not None:
         return ~attention.attention_mask[:, :, place_A]

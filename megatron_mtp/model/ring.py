@@ -1,14 +1,14 @@
-"""Attention to the keys of all context-parallel ranks, which no rank gathers: they go around the ring of ranks.
+"""Ring attention over the keys of all context-parallel ranks, without gathering them on any rank.
 
-Every rank begins with its own keys and values, and hands on what it has until it has had those of all ranks. A query
-sees the keys at a run of positions, from its document's start or the begin of its window. What else a query sees, such
-as the rows of its own block, lies on its rank, and is a part of its own:
+Each rank starts with its own keys and values, and passes on what it has until it has seen those of all ranks. A query
+attends to a contiguous range of positions, from its document's start or the start of its window. Other keys of a query,
+such as the rows of its own block, are on its rank and form a separate part:
 
     part   output of a softmax over some keys, and the logarithm L of its sum
     whole  sum over parts of exp(L - log sum exp L) output                      `joined`
 
-The backward pass computes the scores again, and gradients of keys and values go around with them. Scores are made of
-so many queries and keys at once that memory does not depend on the length of the sequence.
+The backward pass recomputes the scores; gradients of keys and values travel around the ring with them. Scores are
+computed in tiles of queries and keys, so that memory does not depend on the sequence length.
 
 Letters in names: S this rank's queries, W its keys, R ranks, B batch, N query heads, G key heads, M query heads of a
 key head, C channels, Q and K queries and keys of a tile.
@@ -25,10 +25,10 @@ from torch.distributed import P2POp, ProcessGroup
 from megatron_mtp.data.batch import to_device
 
 TILE = 512
-"""Queries, and keys, whose scores are made at once."""
+"""Queries and keys of a tile of scores."""
 
 LOWEST = -1e30
-"""In the place of the logarithm of nothing in a difference, which would be none."""
+"""Replaces the logarithm of an empty sum, -inf, where the difference of two would be NaN."""
 
 Part = tuple[Tensor, Tensor]
 """Output [S, B, N, C] of a softmax over some keys, and the logarithm [S, B, N] of its sum."""
@@ -36,12 +36,12 @@ Part = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Reach:
-    """Which keys a query sees: those at positions `first_S` to `last_S`, none where that is before the first.
+    """Range of keys that each query sees: positions `first_S` to `last_S`; no keys if last is before first.
 
     Attributes:
-        first_S, last_S: of this rank's queries, counted in the whole sequences.
-        positions_RW: of the keys of every rank. All three are on the host.
-        group: the context-parallel ranks.
+        first_S, last_S: range of each of this rank's queries, as positions in the whole sequences.
+        positions_RW: positions of the keys of every rank. All three tensors are on the host.
+        group: the context-parallel group.
     """
 
     first_S: Tensor
@@ -50,21 +50,21 @@ class Reach:
     group: ProcessGroup
 
     def of_rows(self, position_AK: Tensor, window: tuple[int, int] | None) -> "Reach":
-        """That of several rows at further positions in the place of every query; their windows count from there."""
+        """Replace each query by several rows at later positions, from which their windows are counted."""
         first_S, last_S = (each.unsqueeze(1).expand_as(position_AK).flatten() for each in (self.first_S, self.last_S))
         return Reach(first_S, last_S, self.positions_RW, self.group).within(position_AK.flatten(), window)
 
     def within(self, position_S: Tensor, window: tuple[int, int] | None) -> "Reach":
-        """Less what is outside of the windows of queries at these positions; -1 is without limit."""
+        """Restrict the ranges to the windows of queries at these positions; -1 means no limit."""
         before, after = window or (-1, -1)
         first_S = self.first_S if before < 0 else self.first_S.maximum(position_S - before)
         last_S = self.last_S if after < 0 else self.last_S.minimum(position_S + after)
         return Reach(first_S, last_S, self.positions_RW, self.group)
 
     def tiles(self, rank: int, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Queries and keys of a rank that may see one another, and which do [Q, K]; None if all do.
+        """Yield tiles of queries and keys of a rank with visible pairs, and their mask [Q, K]; None if all are visible.
 
-        The host knows of a tile's bounds which of these it is, and a GPU waits for nothing.
+        The host decides from the bounds of a tile, so that the GPU never waits.
         """
         position_W = self.positions_RW[rank]
         first_S, last_S, there_W = (to_device(each, device) for each in (self.first_S, self.last_S, position_W))
@@ -82,24 +82,24 @@ class Reach:
 
 
 def reach_of(bounds: Tensor, ranks: Tensor, position_S: Tensor, group: ProcessGroup, is_causal: bool = True) -> Reach:
-    """What queries at positions see of their documents: all, or what is not after them.
+    """Return the ranges that queries see within their documents: everything, or up to their own position.
 
     Args:
-        bounds: where documents start and end.
-        ranks: the positions [R, W] of every rank.
+        bounds: starts and ends of the documents.
+        ranks: positions [R, W] of every rank.
     """
     document_S = torch.searchsorted(bounds, position_S, right=True) - 1
     return Reach(bounds[document_S], position_S if is_causal else bounds[document_S + 1] - 1, ranks, group)
 
 
 def ring_attention(query_SBNC: Tensor, key_WBGC: Tensor, value_WBGC: Tensor, reach: Reach, scale: float) -> Part:
-    """The part of a softmax that is over the keys of all ranks; the values may have fewer channels."""
-    apply: Callable[..., Part] = _Ring.apply  # torch types it from 2.15 on
+    """Compute the part of a softmax over the keys of all ranks. Values may have fewer channels than keys."""
+    apply: Callable[..., Part] = _Ring.apply  # typed by torch since 2.15
     return apply(query_SBNC, key_WBGC, value_WBGC, reach, scale)
 
 
 def joined(parts: Sequence[Part]) -> Tensor:
-    """One softmax's output of its parts, [S, B, N, C], in the type of the first."""
+    """Combine the parts of one softmax into its output [S, B, N, C], in the data type of the first part."""
     logs_PSBN = torch.stack([log_SBN for _, log_SBN in parts])
     shares_PSBN = (logs_PSBN - logs_PSBN.logsumexp(0)).exp()
     made = sum(share_SBN.unsqueeze(-1) * out_SBNC for share_SBN, (out_SBNC, _) in zip(shares_PSBN, parts, strict=True))
@@ -108,7 +108,7 @@ def joined(parts: Sequence[Part]) -> Tensor:
 
 
 class _Ring(torch.autograd.Function):
-    """`ring_attention`. Of a forward pass it keeps queries, output and the rank's own keys and values."""
+    """Autograd function of `ring_attention`. It saves queries, output and the rank's own keys and values."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: Reach, scale: float) -> Part:
@@ -155,7 +155,7 @@ class _Ring(torch.autograd.Function):
                 slopes = slopes.to(these.dtype)
                 of_query[..., queries, :] += slopes @ key_K
                 of_key[..., keys, :] += (slopes.mT @ these).sum(2)
-            of_pair = _handed_on(of_pair, ctx.reach.group)()  # to the rank that gets the keys; at the end, home
+            of_pair = _handed_on(of_pair, ctx.reach.group)()  # follows the keys, finally to their owner
         return (_by_positions(of_query).to(query.dtype), of_pair[0].to(key.dtype), of_pair[1].to(key.dtype), None, None)
 
 
@@ -165,17 +165,17 @@ def _scores(query: Tensor, key: Tensor, seen_QK: Tensor | None, scale: float) ->
 
 
 def _by_groups(values_SBNC: Tensor, groups: int) -> Tensor:
-    """[B, G, M, S, C]: the query heads of a key head side by side; M is 1 of keys and values."""
+    """Rearrange to [B, G, M, S, C], with the M query heads of each key head together; M is 1 for keys and values."""
     return values_SBNC.permute(1, 2, 0, 3).unflatten(1, (groups, -1))
 
 
 def _by_positions(values_BGMSC: Tensor) -> Tensor:
-    """[S, B, N, C] of `_by_groups`."""
+    """Rearrange the result of `_by_groups` back to [S, B, N, C]."""
     return values_BGMSC.flatten(1, 2).permute(2, 0, 1, 3).contiguous()
 
 
 def _around(values: list[Tensor], group: ProcessGroup) -> Iterator[tuple[int, list[Tensor]]]:
-    """The values of every rank, with its number; the next ones are on their way while these are in use."""
+    """Yield the values of every rank with its number. The next values are in transit while these are used."""
     rank, ranks = group.rank(), group.size()
     for step in range(ranks):
         coming = _handed_on(values, group) if step < ranks - 1 else None
@@ -185,7 +185,7 @@ def _around(values: list[Tensor], group: ProcessGroup) -> Iterator[tuple[int, li
 
 
 def _handed_on(values: list[Tensor], group: ProcessGroup) -> Callable[[], list[Tensor]]:
-    """Begin to give values to the next rank; the call waits for those of the rank before."""
+    """Start sending values to the next rank. Calling the result waits for the values of the previous rank."""
     rank, ranks = group.rank(), group.size()
     if ranks == 1:
         return lambda: values

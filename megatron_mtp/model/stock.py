@@ -1,6 +1,7 @@
-"""A model of Megatron's own class: where attached MTP layers would miss something, and how a new block is made and run.
+"""Attaches MTP layers to a model of Megatron's own class: checks the model, builds a new MTP block and runs its layers.
 
-A stage keeps its class and its modules; the last one gets a block of Megatron's class, whose names exporters know.
+Each stage keeps its class and modules. The last one gets an MTP block of Megatron's class, with names that exporters
+know.
 """
 
 import re
@@ -41,25 +42,25 @@ if TYPE_CHECKING:
     from megatron_mtp.spec.head import HeadSpec
 
 OWN = "own"
-"""A depth of the kind of the trunk's last layer."""
+"""MTP layers with the layer pattern of the trunk's end."""
 
 VOCABULARY = "draft_vocabulary"
-"""A drafter's buffer of the tokens that it drafts."""
+"""Name of a drafter's buffer with its draft vocabulary."""
 
 LEARNED = "learned_absolute"
-"""Positions that the embedding adds to tokens."""
+"""Position embedding type that adds learned positions to token embeddings."""
 
 Refused = list[tuple[Any, str]]
-"""Whether something is so, and the sentence that refuses it."""
+"""Checks: whether each fails, and its error message."""
 
 
-# --- what hooks cannot do --------------------------------------------------------------------------------------------
+# --- checks ----------------------------------------------------------------------------------------------------------
 
 
 def refused_arguments(
     chunk: Any, heads: Sequence[attached.Head], weight: float | None, block: str, adopts: bool
 ) -> Refused:
-    """What was asked of `attach` that the model cannot have."""
+    """Return checks of the arguments of `attach` against the model."""
     own, mtp = chunk.config.mtp_num_layers, attached.mtp_among(heads)
     depths = None if mtp is None else mtp.depths
     layers = 1 if adopts and chunk.config.mtp_use_repeated_layer else depths or own
@@ -97,11 +98,11 @@ def refused_arguments(
 
 
 def refused_models(chunk: Any, adopts: bool) -> Refused:
-    """Models whose forward hooks would not see, or that have no place for new layers.
+    """Return checks for models whose forward pass hooks cannot see, or that have no place for new layers.
 
     Args:
-        chunk: of this rank.
-        adopts: whether the model has a block of its own.
+        chunk: a chunk of this rank's model.
+        adopts: whether the model has its own MTP block, which is then used.
     """
     config, layers = chunk.config, chunk.mtp.layers if hasattr(chunk, "mtp") else ()
     learned, groups = chunk.position_embedding_type == LEARNED, chunk.pg_collection
@@ -118,10 +119,10 @@ def refused_models(chunk: Any, adopts: bool) -> Refused:
         ),
         (
             config.cuda_graph_impl == "full_iteration",
-            "cuda_graph_impl is full_iteration, and hooks are not in the replay of such a graph; take another.",
+            "cuda_graph_impl is full_iteration, whose replay does not run hooks; choose another.",
         ),
         (
-            # The flag of it has another name in every branch of Megatron that has one.
+            # Its flag has a different name in every Megatron branch that has hyper-connections.
             any(type(each).__name__ == "HyperConnectionModule" for each in chunk.decoder.modules()),
             "the trunk's layers have hyper-connections, which give it several residual streams, and MTP layers read "
             "one; build the model without them.",
@@ -174,10 +175,10 @@ def refused_models(chunk: Any, adopts: bool) -> Refused:
 
 
 def refused_heads(chunk: Any, owner: Any) -> Refused:
-    """Output layers whose logits are not those of the head's weight, or that have no row for each token.
+    """Return checks for output layers that compute more than their weight, or lack a row for each token.
 
     Args:
-        owner: the module whose weight is the head's.
+        owner: module that owns the output weight.
     """
     layer, rows = chunk.output_layer, chunk.vocab_size // chunk.pg_collection.tp.size()
     own, kind = getattr(layer, "weight", None), type(layer).__name__
@@ -186,13 +187,13 @@ def refused_heads(chunk: Any, owner: Any) -> Refused:
     return [
         (
             layer is None or any(weight is not None and len(weight) != rows for weight in weights),
-            f"the model's output layer is a {kind}, and MTP layers draft with one that has a row for each of the "
-            f"{chunk.vocab_size} tokens; attach none to a critic or a classifier.",
+            f"the model's output layer ({kind}) does not have a row for each of the {chunk.vocab_size} tokens, which "
+            "MTP layers need to draft; do not attach them to a critic or a classifier.",
         ),
         (
             others,
-            f"the model's output layer is a {kind}, whose parameters {', '.join(others)} the MTP layers' loss would "
-            "leave out, as those of an adapter; merge them into its weight, or leave the output layer out of the "
+            f"the model's output layer ({kind}) has more parameters, {', '.join(others)}, which the MTP layers' loss "
+            "would ignore, such as an adapter's; merge them into its weight, or remove the output layer from the "
             "adapter's targets.",
         ),
     ]
@@ -205,7 +206,7 @@ FROZEN = (
 
 
 def is_frozen(block: torch.nn.Module) -> bool:
-    """Return whether nothing of the MTP layers is trained."""
+    """Return whether no parameter of the MTP layers is trained."""
     return not any(parameter.requires_grad for parameter in block.parameters())
 
 
@@ -213,15 +214,15 @@ def is_frozen(block: torch.nn.Module) -> bool:
 
 
 def add_block(chunk: Any, depths: int, block: str) -> None:
-    """Give a chunk its part: the last one the block, and each what `share_embedding` gives.
+    """Add a new MTP block to the last chunk, and share the embedding (`share_embedding`). Call it for every chunk.
 
     Raises:
-        ValueError: there is no such block; the chunk is then as it was.
+        ValueError: Megatron cannot build such a block; the chunk is unchanged.
     """
     config = chunk.config
     if chunk.post_process:
         with _fork_rng(), initializing(config), ExitStack() as undo:
-            undo.callback(setattr, config, "mtp_num_layers", None)  # so that another call can attach
+            undo.callback(setattr, config, "mtp_num_layers", None)  # so that `attach` can be called again
             config.mtp_num_layers = depths
             chunk.mtp = _new_block(chunk, depths, block)
             undo.pop_all()
@@ -231,13 +232,13 @@ def add_block(chunk: Any, depths: int, block: str) -> None:
 
 
 def share_embedding(chunk: Any, depths: int) -> None:
-    """Give the last chunk the embedding that its heads read, and the first one its place in the embedding's group.
+    """Add a copy of the embedding for the heads to the last chunk, and include both copies in the embedding group.
 
-    A tied head on a later stage is the embedding's copy already, and `mtp_process` stays off, so that Megatron takes
-    it for the copy as before.
+    A tied output layer on a later stage already is a copy of the embedding. `mtp_process` then stays off, so that
+    Megatron still uses it as the copy.
 
     Args:
-        depths: of the heads; Megatron keeps the copies equal where a configuration has depths.
+        depths: number of draft tokens of the heads; Megatron keeps the copies equal if `mtp_num_layers` is set.
     """
     tied, whole = chunk.share_embeddings_and_output_weights, chunk.pg_collection.pp.size() == 1
     chunk.config.mtp_num_layers = depths
@@ -251,20 +252,20 @@ def share_embedding(chunk: Any, depths: int) -> None:
 
 
 def as_trunk(block: torch.nn.Module, chunk: Any) -> None:
-    """Give a new head the device of the trunk's layers, and their type where they have one."""
+    """Move a new head to the device of the trunk's layers, and to their data type if they all have the same."""
     like = next(chunk.decoder.parameters())
     dtypes = {parameter.dtype for parameter in chunk.decoder.parameters()}
     block.to(device=like.device, dtype=like.dtype if len(dtypes) == 1 else None)
 
 
 def fill_absent(model: Any, modules: Sequence[str]) -> None:
-    """Let a checkpoint without some modules be loaded strictly: each of them stays as it is where all of it is absent.
+    """Let checkpoints that lack some heads load strictly: a head without any tensor in the checkpoint is unchanged.
 
-    A checkpoint whose drafter drafts other tokens than the module is refused.
+    A checkpoint whose drafter has a different draft vocabulary is refused.
 
     Args:
-        model: its stage that has them.
-        modules: names of new heads.
+        model: stage of the model that holds the heads.
+        modules: module names of new heads.
     """
 
     def fill(model: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -285,7 +286,7 @@ def fill_absent(model: Any, modules: Sequence[str]) -> None:
 
 
 def _new_block(chunk: Any, depths: int, block: str) -> MultiTokenPredictionBlock:
-    """Megatron's block, of MTP layers like the end of the trunk."""
+    """Build Megatron's MTP block with layers like those at the end of the trunk, or with the pattern `block`."""
     config, stage = chunk.config, {"vp_stage": chunk.vp_stage, "pg_collection": chunk.pg_collection}
 
     def portable(spec: Any) -> Any:
@@ -308,14 +309,14 @@ def _new_block(chunk: Any, depths: int, block: str) -> MultiTokenPredictionBlock
 
 
 def _end_of(pattern: str) -> str:
-    """The last layer of a trunk that mixes positions, and the MLPs and experts after it: `*E` of `M-*-ME*E`."""
+    """Return the trunk's last layer that mixes positions and the MLPs and experts after it: `*E` for `M-*-ME*E`."""
     found = re.search(r"[^-E]?[-E]*$", pattern.partition("/")[0].replace("|", ""))
     assert found is not None
     return found[0]
 
 
 def tied_embedding(model: Any) -> LanguageModelEmbedding:
-    """An embedding on the weight of the tied head; it is not a module of the model, which has the weight already."""
+    """Build an embedding from the tied output weight. It is not a submodule of the model, which owns the weight."""
     with initializing(model.config, False):
         made = LanguageModelEmbedding(
             config=model.config,
@@ -330,7 +331,7 @@ def tied_embedding(model: Any) -> LanguageModelEmbedding:
 
 @contextmanager
 def initializing(config: TransformerConfig, does: bool = True) -> Iterator[None]:
-    """While this lasts, new weights are drawn; frameworks turn that off where they load a checkpoint."""
+    """Enable the initialization of new weights within the context; frameworks disable it to load a checkpoint."""
     before, config.perform_initialization = config.perform_initialization, does
     try:
         yield
@@ -345,7 +346,7 @@ class StockHead:
     """MTP layers of Megatron's class as a draft head (`DraftHead` in attachment.py).
 
     Args:
-        passes: of one layer that is repeated in training; None for as many as the model drafts.
+        passes: passes of one repeated layer in training; None for the model's number of draft tokens.
     """
 
     drafter: "HeadSpec | None" = None
@@ -357,20 +358,20 @@ class StockHead:
 
     @property
     def is_apart(self) -> bool:
-        """Return whether the drafts train nothing of the trunk, including its embedding and output layer."""
+        """Return whether the loss of the drafts leaves the trunk alone, including its embedding and output layer."""
         return is_detached(self.config)
 
     def head_of(self, head: Head) -> Head:
-        """The output head that drafts: the trunk's."""
+        """Return the output layer for drafts, which is the trunk's."""
         return head
 
     def begin_head(self, head: Head) -> None:
-        """Nothing: the rows are the trunk's."""
+        """Do nothing, since the rows are the trunk's."""
 
     def drafts(self, trunk: TrunkOutput, batch: DepthBatch) -> tuple[list[Tensor], None]:
-        """Inputs of the output head, one a depth, and no confidence."""
+        """Compute the inputs of the output layer, one per depth; there is no confidence."""
         positions = [trunk.position_ids_BS] * self.depths
-        if self._learns_positions:  # a token is embedded at its own position, as in the trunk
+        if self._learns_positions:  # embed each token at its own position, as in the trunk
             positions = [*torch.where(batch.inside_DBS, shift_left(trunk.position_ids_BS, self.depths), 0)]
         inputs = DepthInputs(
             batch.tokens_DBS,
@@ -381,12 +382,12 @@ class StockHead:
             mixer_of(batch, self.config, self.groups),
             is_apart=trunk.is_apart or self.is_apart,
         )
-        layers = [runner(layer) for layer in self._block.layers]  # here, so that a deep copy of the model runs its own
+        layers = [runner(layer) for layer in self._block.layers]  # built here, so that a deep copy runs its own layers
         return chain(layers, trunk.hidden_SBH, inputs), None
 
 
 def runner(layer: Any) -> Layer:
-    """Megatron's layer without its own shifts of tokens, which cross the ends of documents."""
+    """Return a function that runs Megatron's layer without its own token shifts, which cross document ends."""
 
     def run(hidden_SBH: Tensor, embedded_SBH: Tensor, attention: AttentionInputs, mask_BS: Tensor | None) -> Tensor:
         def once(hidden_SBH: Tensor, embedded_SBH: Tensor | None, mask_BS: Tensor | None) -> Tensor:

@@ -21,9 +21,9 @@ from megatron_mtp.spec.head import HeadSpec, TrunkSpec
 
 ROPE = ("rope", "yarn")
 BASE = 10_000.0
-"""Rotary base of a drafter whose trunk has none."""
+"""RoPE base of a drafter whose trunk does not use RoPE."""
 SPECS = "mtp_drafters"
-"""Attribute of every pipeline stage: drafters of the last stage, by their module names."""
+"""Attribute of every pipeline stage with the drafters of the last stage, by module name."""
 
 
 def described(chunk: Any, settings: MTPConfig, tokens: int | None) -> HeadSpec:

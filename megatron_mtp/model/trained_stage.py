@@ -1,10 +1,10 @@
-"""A pipeline stage of a model that is trained with draft heads: Megatron's GPT or hybrid, as build.py makes it.
+"""A pipeline stage of a model in training with draft heads: Megatron's GPT or hybrid, as built by build.py.
 
     model(tokens, positions, mask, output_processor=objective, output_processor_context=batches)
 
-The stage that holds the heads has them as modules, and the shared embedding. With an `Objective` the model's forward
-ends behind the decoder, and the last stage returns what the objective makes of the states of trunk and heads; without
-one it is the plain model.
+The stage that holds the heads has them as submodules, together with the shared embedding. With an `Objective`, the
+model's forward ends after the decoder, and the last stage returns the objective's result for the states of trunk and
+heads; without one, the forward is that of the plain model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,21 +29,21 @@ Objective = Callable[[StageOutput], Any]
 """Called by the last stage with the hidden states; its result is the model's output."""
 
 HeadDrafts = tuple[DraftHead, DepthBatch, list[Tensor], Tensor | None]
-"""A head, its batch, and what it drafts: states, and the logits of their confidence."""
+"""A head, its batch, and its drafts: states and confidence logits."""
 
 OBJECTIVE, BATCHES = "output_processor", "output_processor_context"
-"""Arguments of a forward that Megatron's does not get: the objective, and the batch of every head."""
+"""Arguments that are not passed on to Megatron's forward: the objective and the batch of every head."""
 
 
 class TrainedStage(Attachment):
-    """The draft heads of a stage, which their modules and hooks are put on.
+    """Draft heads of a stage; adds their modules and hooks to the model.
 
     Args:
-        model: Megatron's, built without MTP; it does not share its embedding with other stages yet.
-        heads: of the model, which one stage holds.
-        draft_vocabulary: the tokens that the heads draft, [N], ascending; None for all.
-        true_vocab_size: tokens; None if every row of the output head is one.
-        train_only_mtp: whether the trunk stays as it is loaded.
+        model: Megatron's model, built without MTP; it does not share its embedding with other stages yet.
+        heads: draft heads of the model; one stage holds all of them.
+        draft_vocabulary: token ids [N] that the heads draft, ascending; None for all tokens.
+        true_vocab_size: number of tokens; None if every row of the output layer is a token.
+        train_only_mtp: whether the trunk is frozen.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TrainedStage(Attachment):
         if draft_vocabulary is not None and model.post_process:
             tp = model.pg_collection.tp
             drafted = DraftVocabulary(draft_vocabulary, model.vocab_size // tp.size(), tp.size(), tp.rank())
-            model.draft_vocabulary = drafted  # so that it moves with the model
+            model.draft_vocabulary = drafted  # a submodule, so that it moves with the model
         super().__init__(model, heads.blocks, drafted, true_vocab_size)
         self._heads, self._read, self._is_frozen = heads, ReadStates(model, heads.reads), train_only_mtp
         self._stage_input: Tensor | None = None
@@ -89,13 +89,13 @@ class TrainedStage(Attachment):
         attention: AttentionInputs,
         gathers: bool | None = None,
     ) -> Any:
-        """The stage's output: what the next stage reads, or on the last one what the objective returns.
+        """Compute the stage's output: input of the next stage or, on the last one, the result of the objective.
 
         Args:
             hidden_SBH: the decoder's output.
-            batches: one for every head; None where the heads do not run.
-            attention: inputs of the trunk's layers.
-            gathers: whether logits are gathered over tensor-parallel ranks; None for the model's own choice.
+            batches: one batch per head; None if the heads do not run.
+            attention: attention inputs of the trunk's layers.
+            gathers: whether logits are gathered over tensor-parallel ranks; None to use the model's setting.
         """
         made = list[HeadDrafts]()
         if self.heads and batches is not None:
@@ -115,7 +115,7 @@ class TrainedStage(Attachment):
 
     @property
     def read(self) -> ReadStates:
-        """The states of the trunk's layers that a drafter reads."""
+        """Return the states of the trunk's layers that a drafter reads."""
         return self._read
 
     @property
@@ -142,7 +142,7 @@ class TrainedStage(Attachment):
         return given, {name: value for name, value in named.items() if name not in (OBJECTIVE, BATCHES)}
 
     def _receive(self) -> None:
-        """Take apart what the stage before has sent; a frozen trunk records no gradients of it."""
+        """Split what the previous stage sent; a frozen trunk computes no gradients for it."""
         decoder, is_recorded = self.model.decoder, self.model.pre_process or not self._is_frozen
         self._stage_input = None if is_recorded or self._comes_after_heads else decoder.input_tensor
         if self._stage_input is not None:
@@ -153,7 +153,7 @@ class TrainedStage(Attachment):
     def _hidden(self, call: Mapping[str, Any]) -> dict[str, Any]:
         hidden = super()._hidden(call)
         if call.get(OBJECTIVE) is not None:
-            return hidden | {"post_process": False}  # so that the forward ends behind the decoder
+            return hidden | {"post_process": False}  # so that the forward ends after the decoder
         if not self.model.post_process:
             return hidden
         return hidden | {"compute_language_model_loss": self.head().cross_entropy}
@@ -174,12 +174,12 @@ class TrainedStage(Attachment):
     # --- loading -----------------------------------------------------------------------------------------------------
 
     def _fill(self, model: Any, state: dict[str, Any], *_: Any) -> None:
-        """Before loading: make what the checkpoint lacks."""
+        """Before loading: initialize what the checkpoint lacks."""
         filled, self._new_heads = self._heads.filled(state, model.state_dict)
         state.update(filled)
 
     def _begin_heads(self, _: Any, __: Any) -> None:
-        """After loading: make the rows of new output heads, from the trunk's."""
+        """After loading: initialize new draft output layers from the trunk's."""
         for block in self._new_heads:
             block.begin_head(self.head())
         self._new_heads = []

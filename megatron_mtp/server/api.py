@@ -97,7 +97,7 @@ class Served:
         if body.model is not None:
             self.check_name(body.model)
         if (count := prompts * body.n) > self.most_outputs:
-            most = f"this server takes {self.most_outputs} at once, so send fewer."
+            most = f"this server allows {self.most_outputs} at once, so ask for fewer."
             raise APIError(f"the request has {count} outputs; {most}")
 
     def check_name(self, asked: str) -> None:
@@ -190,7 +190,7 @@ class Server(uvicorn.Server):
         self._engine.draining = True
         if self._settings.shutdown_timeout is not None:
             self._end = time.monotonic() + self._settings.shutdown_timeout
-        _say("ending when all requests have ended; a second signal ends at once", sys.stderr)
+        _say("shutting down after all requests finish; a second signal stops at once", sys.stderr)
 
     @override
     async def on_tick(self, counter: int) -> bool:
@@ -229,8 +229,7 @@ def listener(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:  # UnicodeError for a name with too many characters
         reason = getattr(error, "strerror", error)
         raise ValueError(
-            f"--host {host} --port {port} cannot be listened at ({reason}); give another one, or --port 0 for any "
-            "that is free."
+            f"cannot listen on --host {host} --port {port} ({reason}); give another one, or --port 0 for any free port."
         ) from error
     return made
 

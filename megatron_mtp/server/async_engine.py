@@ -148,7 +148,7 @@ class AsyncEngine:
             RuntimeError: the engine has failed or ended.
         """
         if self._group is not None:
-            raise ValueError("the server runs on several ranks, where weights are not updated; serve on one.")
+            raise ValueError("the server runs on several ranks, which does not support weight updates; serve on one.")
         with self._calling:
             done = Future[T]()
             self._commands.put(partial(self._call, done, call))

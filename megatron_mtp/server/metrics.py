@@ -27,15 +27,15 @@ GAUGES: MetricRows = {
     "num_requests_running": ("requests in the engine's steps", lambda load: load.running),
     "num_requests_waiting": ("requests that wait for a place", lambda load: load.waiting),
     "cache_blocks": ("blocks of the cache", lambda load: load.blocks),
-    "cache_blocks_used": ("blocks that live requests hold", lambda load: load.blocks_used),
+    "cache_blocks_used": ("blocks held by live requests", lambda load: load.blocks_used),
     "cache_usage_ratio": ("share of blocks that they hold", lambda load: load.blocks_used / (load.blocks or 1)),
-    "recurrent_states": ("requests for whose recurrent states there is room; 0 without any", lambda load: load.states),
+    "recurrent_states": ("requests whose recurrent states fit; 0 for models without", lambda load: load.states),
     "recurrent_states_used": ("requests that have recurrent states", lambda load: load.states_used),
     # Beside accepted over drafted tokens of a position, which is the measured one.
     "spec_decode_expected_acceptance_per_pos": ("acceptance by position as recorded", lambda load: load.expected),
 }
 COUNTERS: MetricRows = {
-    "num_preemptions": ("requests put back, to be computed anew", lambda load: load.preempted),
+    "num_preemptions": ("requests preempted, to be recomputed", lambda load: load.preempted),
     "prompt_tokens": ("tokens of prompts", lambda load: load.prompt_tokens),
     "prompt_tokens_cached": ("tokens of prompts that the cache already held", lambda load: load.cached_tokens),
     "generation_tokens": ("tokens that were emitted", lambda load: load.stats.emitted),

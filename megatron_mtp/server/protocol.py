@@ -1,15 +1,15 @@
-"""The HTTP API's protocol: bodies of requests, checked, and errors, in OpenAI's form.
+"""Protocol of the HTTP API: validates request bodies and formats errors, compatible with OpenAI's API.
 
-Fields are OpenAI's, and those that vLLM adds under vLLM's names. Any other field is refused, on top and in nested
-objects, so that a misspelt one does not change a completion in silence. Fields of other engines that are not served may
-have their defaults (`request_defaults.py`).
+Fields are OpenAI's, plus vLLM's extensions under vLLM's names. Any other field is rejected, at the top level and in
+nested objects, so that a misspelled field never silently changes a completion. Fields of other engines that are not
+supported are accepted with their default values (`request_defaults.py`).
 
 Errors are {"error": {"message", "type", "param", "code"}} with an HTTP status:
 
-400  what cannot be served, and what is not JSON          413  a body that is too long
-401  a wrong key                                       415  a body that is compressed
-404  a path or a model that is not here                429  the queue is full
-405  another method than the path has                  500  the engine has failed
+400  invalid or unsupported request, or not JSON          413  request body too large
+401  wrong API key                                     415  compressed request body
+404  unknown path or model                             429  the queue is full
+405  method not allowed on this path                   500  the engine has failed
                                                        503  the server is shutting down
 """
 
@@ -39,7 +39,7 @@ from megatron_mtp.decoding.sampling import Penalties
 from megatron_mtp.server import request_defaults
 
 MAX_BODY_BYTES = 8 * 2**20
-"""Bytes of a request: a million token ids, and no more."""
+"""Maximum bytes of a request, about a million token ids."""
 
 TOO_LONG = f"the body has more than {MAX_BODY_BYTES} bytes; send less."
 
@@ -50,7 +50,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     for names, values in (
         ("tool_choice function_call", ("none", "auto")),
         ("detokenize", (True,)),
-        ("early_stopping separate_reasoning stream_reasoning", (False,)),  # the last two choose how thinking is parsed
+        ("early_stopping separate_reasoning stream_reasoning", (False,)),  # the last two select how thinking is parsed
         ("num_beams typical_p tfs tfs_z repeat_penalty", (1,)),
         ("top_a mirostat", (0,)),
         ("thinking_token_budget", (-1,)),
@@ -62,40 +62,40 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     )
     for name in names.split()
 }
-"""Fields of OpenAI, vLLM, SGLang and llama.cpp that are not served, with the values that change no completion; those of
-`request_defaults` come to them."""
+"""Unsupported fields of OpenAI, vLLM, SGLang and llama.cpp, with the values at which they have no effect, in addition
+to those of `request_defaults`."""
 
 INSTEAD = {
     "max_completion_tokens": "is a field of chats; send 'max_tokens'",
     "top_logprobs": "is a field of chats; send the number as 'logprobs'",
     "messages": "is a field of chats; send them to /v1/chat/completions",
     "prompt": "is not a field of chats; send it to /v1/completions, or 'messages'",
-    "cache_salt": "is not served here, since all clients share the cache of beginnings; leave it out",
+    "cache_salt": "is not supported, since all clients share the prefix cache; leave it out",
 }
-"""What to do about a field that an endpoint has not, where leaving it out is not what a client wants."""
+"""Advice for unsupported fields, if leaving the field out is not what the client wants."""
 
 MAX_MESSAGE_CHARS, MESSAGE_END_CHARS = 600, 200
-"""Characters of an error at most, and how many of these are the end of a longer one: the remedy stands there."""
+"""Maximum characters of an error message, and how many of them to take from its end, which holds the advice."""
 
 MAX_CHOICES, MAX_STOPS, MAX_STOP_CHARS, MAX_LOGPROBS = 128, 64, 256, 20
 SEEDS = 2**63
 DEFAULT_MAX_TOKENS = 16
-"""New tokens of a completion whose body has no max_tokens."""
+"""Default of max_tokens for completions."""
 
 Integer = Annotated[
     int, BeforeValidator(lambda given: int(given) if type(given) is float and given % 1 == 0 else given)
 ]
-"""An integer, also as clients write it that know floats alone: 16.0."""
+"""An integer; also accepts whole floats such as 16.0 from clients that have no integers."""
 
 
 class APIError(Exception):
-    """An answer that is an error.
+    """An error response.
 
     Attributes:
-        message: a sentence.
-        param: the field of the body that is wrong.
-        code: a word that programs compare.
-        status: of HTTP; 400 for what cannot be served.
+        message: a sentence for people.
+        param: the invalid field of the body.
+        code: a word for programs.
+        status: HTTP status; 400 for requests that are not supported.
     """
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
@@ -104,35 +104,35 @@ class APIError(Exception):
         self.param = None if param is None else _sendable(param)
 
     def response(self) -> JSONResponse:
-        """The answer; clients ask again after a second where that may help."""
+        """Build the response; it asks clients to retry after a second where that may help."""
         return JSONResponse(self.body(), self.status, {"Retry-After": "1"} if self.status in (429, 503) else None)
 
     def body(self) -> dict[str, Any]:
-        """The object that is sent."""
+        """Return the JSON object of the error."""
         kind = "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
         kind = "rate_limit_error" if self.status == HTTPStatus.TOO_MANY_REQUESTS else kind
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def _sendable(text: str) -> str:
-    """Text that UTF-8 can hold, since JSON may name half of a surrogate pair; without the middle of a long value."""
+    """Replace lone surrogates, which JSON allows but UTF-8 cannot encode, and cut out the middle of a long value."""
     if len(text) > MAX_MESSAGE_CHARS:
         text = f"{text[: MAX_MESSAGE_CHARS - MESSAGE_END_CHARS]} ... {text[-MESSAGE_END_CHARS:]}"
     return text.encode(errors="backslashreplace").decode()
 
 
 def failed() -> APIError:
-    """Status 500: a bug, whose traceback stands in the server's log."""
+    """Return an error with status 500, for a bug whose traceback is in the server's log."""
     return APIError("the engine has failed; the server's log has the reason.", code="engine_failed", status=500)
 
 
 def shutting_down() -> APIError:
-    """Status 503: the server drains, or its time for that is over."""
+    """Return an error with status 503: the server is draining, or its shutdown timeout is over."""
     return APIError("the server is shutting down; retry on another replica.", code="draining", status=503)
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer in this form wherever the app, FastAPI or Starlette refuses something."""
+    """Format all errors of the app, FastAPI and Starlette in this way."""
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         return _as_api_error(request, error).response()
@@ -151,7 +151,7 @@ def _as_api_error(request: Request, error: Exception) -> APIError:
         return failed()
     what, message = f"{request.method} {request.url.path}", str(error.detail)
     if error.status_code == HTTPStatus.NOT_FOUND:
-        message = f"there is no {what}; the paths stand at /openapi.json."
+        message = f"there is no {what}; see /openapi.json for the paths."
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = error.headers["Allow"] if error.headers else "another method"
         message = f"{what} is not served; this path has {allowed}."
@@ -163,7 +163,7 @@ def _as_api_error(request: Request, error: Exception) -> APIError:
 
 
 def _of_a_body(error: RequestValidationError, neutral: dict[str, tuple[Any, ...]]) -> APIError:
-    """The first field that is wrong; of a field with several forms, in the form that comes nearest."""
+    """Return the error for the first invalid field; for a field with several forms, for the closest form."""
     first = max(error.errors(), key=lambda one: len(one["loc"]))
     if first["type"] == "json_invalid":
         place = first["loc"][1] + 1
@@ -183,7 +183,7 @@ def _of_a_body(error: RequestValidationError, neutral: dict[str, tuple[Any, ...]
 
 
 class BodyPart(BaseModel):
-    """An object within a body: its fields are known and of the right type, or null, which is as good as none."""
+    """Base of objects in a body. Fields must be known and of the right type; null means that a field is absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -194,7 +194,7 @@ class BodyPart(BaseModel):
 
 
 class StreamOptions(BodyPart):
-    """Sums of tokens: in an event at the end, and those of its choice so far in every event, as in vLLM."""
+    """Token counts in a stream: in a final event, or in every event for its choice so far, as in vLLM."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -202,7 +202,7 @@ class StreamOptions(BodyPart):
 
 
 class Unused(BaseModel):
-    """Fields that change no completion, and may be sent."""
+    """Fields that are accepted and have no effect on completions."""
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -220,10 +220,10 @@ class Unused(BaseModel):
 
 
 class Body(Unused):
-    """Fields of both endpoints, and what the engine understands of them.
+    """Fields of both endpoints, and their conversion for the engine.
 
     Attributes:
-        neutral: fields that the endpoint has not, with the values that they may have all the same.
+        neutral: unsupported fields, with the values at which they are accepted.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -256,18 +256,18 @@ class Body(Unused):
 
     @property
     def top(self) -> int | None:
-        """The number of most probable tokens listed with each token; None for no log-probabilities."""
+        """Number of most probable tokens listed with each token; None for no log-probabilities."""
         return self.logprobs
 
     @property
     def limit(self) -> int | None:
-        """New tokens, at most; None for as many as there are positions."""
+        """Maximum number of new tokens; None for as many as the model's positions allow."""
         return self.max_tokens
 
     @model_validator(mode="before")
     @classmethod
     def _without_what_changes_nothing(cls, given: Any) -> Any:
-        """Clients send fields that they do not use as null, or with the value that an engine has without them."""
+        """Drop fields without effect: clients send unused fields as null, or with an engine's default."""
         if not isinstance(given, dict):
             return given
         own = cls.model_fields
@@ -300,12 +300,12 @@ class Body(Unused):
         return stops
 
     def penalties(self, ends: frozenset[int]) -> Penalties:
-        """Changes of the logits, of an output that may end with these tokens."""
+        """Return the changes to logits, for an output that may end with these tokens."""
         own, bias = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty), self.logit_bias.items()
         return Penalties(*own, tuple(sorted(bias)), self.min_tokens, ends if self.min_tokens else frozenset())
 
     def seeds(self, count: int) -> list[int]:
-        """The given seed and the numbers after it, or random ones. Raises APIError."""
+        """Return the given seed and the numbers after it, or random seeds. Raises APIError."""
         if self.seed is None:
             return [secrets.randbelow(SEEDS) for _ in range(count)]
         if self.seed + count > SEEDS:
@@ -313,7 +313,7 @@ class Body(Unused):
         return list(range(self.seed, self.seed + count))
 
     def speculative(self) -> SpeculativeConfig | None:
-        """The drafting method of a request that names one. Raises APIError."""
+        """Return the drafting method if the request chooses one. Raises APIError."""
         if self.speculative_config is None:
             return None
         try:
@@ -326,7 +326,7 @@ class Body(Unused):
 
 
 def _is_one_of(value: Any, known: tuple[Any, ...]) -> bool:
-    """Equality as in JSON, where true is not 1."""
+    """Compare as in JSON, where true does not equal 1."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in known)
 
 
@@ -335,7 +335,7 @@ def _with(defaults: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
 
 
 class CompletionBody(Body):
-    """/v1/completions; a prompt is a string or token ids, or a list of these."""
+    """Body of /v1/completions. A prompt is a string, a list of token ids, or a list of these."""
 
     neutral = _with(request_defaults.COMPLETIONS)
     prompt: list[Any]
@@ -345,7 +345,7 @@ class CompletionBody(Body):
     @field_validator("prompt", mode="before", json_schema_input_type=str | list[str | int | list[int]])
     @classmethod
     def _are_prompts(cls, given: Any) -> Any:
-        """Accept strings and lists of token ids; a single one may be sent without a list."""
+        """Validate prompts: strings or lists of token ids; a single one needs no list."""
         listed = [given] if isinstance(given, str) or _are_ids(given) else given
         if not isinstance(listed, list) or not listed:
             raise ValueError("give a text, a list of token ids, or a list of these")
@@ -359,7 +359,7 @@ def _are_ids(given: object) -> bool:
 
 
 class MessagePart(BodyPart):
-    """A piece of a message; `cache_control` changes nothing, since all prompts are cached."""
+    """A part of a message. `cache_control` has no effect, since all prompts are cached."""
 
     type: Literal["text"]
     text: str
@@ -367,14 +367,14 @@ class MessagePart(BodyPart):
 
 
 class CalledFunction(BodyPart):
-    """A call of an earlier turn; arguments are an object, as JSON or not, and null for none."""
+    """Function and arguments of a call in an earlier turn; arguments are an object, as JSON text or not, or null."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(BodyPart):
-    """A call of an earlier turn."""
+    """A tool call in an earlier turn."""
 
     id: str | None = None
     index: int | None = None
@@ -383,18 +383,18 @@ class ToolCall(BodyPart):
 
 
 class ToolFunction(BodyPart):
-    """A function that the model may call; nothing here makes its arguments fit, as `strict` would ask for."""
+    """A function that the model may call. `strict` is not enforced: arguments are not constrained to the schema."""
 
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    returned: Any = Field(None, alias="return")  # as transformers' schemas of functions have it
+    returned: Any = Field(None, alias="return")  # as in transformers' function schemas
     strict: Literal[False] = False
     defer_loading: Literal[False] = False
 
 
 class Tool(BodyPart):
-    """A tool, which the chat template shows to the model."""
+    """A tool, which the chat template describes to the model."""
 
     type: Literal["function"] = "function"
     function: ToolFunction
@@ -402,11 +402,11 @@ class Tool(BodyPart):
 
 
 AsSent = WrapValidator(lambda given, check: (check(given), given)[1])
-"""The value is checked, and stays as it was sent: templates write objects with their keys in order."""
+"""Validates a value but keeps it as sent, since templates print the keys of objects in order."""
 
 
 class Message(BaseModel):
-    """A turn of a chat; a field that is not here is for the template, which must read it."""
+    """A chat message. Further fields are passed to the chat template, which must read them."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
@@ -436,11 +436,11 @@ class Message(BaseModel):
 
     @property
     def others(self) -> list[str]:
-        """Fields that only a template may know."""
+        """Fields that only the chat template knows."""
         return [name for name, value in (self.model_extra or {}).items() if value is not None]
 
     def plain(self) -> dict[str, Any]:
-        """The message as templates read it: the content is one string, of several parts by lines; no calls are none."""
+        """Convert the message for templates: content is one string, with parts on separate lines; no empty calls."""
         text = "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
         sent = self.model_dump(exclude={"role", "content", "tool_calls"}, exclude_none=True)
         calls: Any = self.tool_calls
@@ -448,13 +448,13 @@ class Message(BaseModel):
 
 
 def _whole(call: dict[str, Any]) -> dict[str, Any]:
-    """A call of an earlier turn with arguments, {} where there are none."""
+    """Return a call of an earlier turn with its arguments, {} if it has none."""
     function = call["function"]
     return call | {"function": function | ({"arguments": "{}"} if function.get("arguments") is None else {})}
 
 
 class ChatBody(Body):
-    """/v1/chat/completions."""
+    """Body of /v1/chat/completions."""
 
     neutral = _with(request_defaults.CHAT)
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -482,14 +482,14 @@ class ChatBody(Body):
         return self
 
     def for_template(self) -> dict[str, str]:
-        """Names that the template must read, since they would be lost otherwise, by the field of the body."""
+        """Names that the template must read so that nothing is lost, by field of the body."""
         variables = {name: name for name in ("tools", "documents", "reasoning_effort") if getattr(self, name)}
         own = {f"chat_template_kwargs.{name}": name for name in self.chat_template_kwargs}
         messages = enumerate(self.messages)
         return variables | own | {f"messages.{place}.{name}": name for place, one in messages for name in one.others}
 
     def template_variables(self) -> dict[str, Any]:
-        """Variables for the template."""
+        """Variables for the chat template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | self.chat_template_kwargs
 

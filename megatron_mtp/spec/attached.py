@@ -1,4 +1,4 @@
-"""Draft heads to attach to a model that exists, as plain data: what each is, and what none can have."""
+"""Draft heads to attach to an existing model, as plain data, and checks of their settings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -14,28 +14,28 @@ READ = {
     *("mtp_loss", "mtp_loss_mix", "mtp_temperature", "mtp_lk_eta", "mtp_label_smoothing", "mtp_z_loss"),
     *("mtp_loss_weights", "mtp_train_only"),
 }
-"""Settings that attached heads read: the drafter, loss, temperature, weights, whether the loss trains them alone."""
+"""Settings of all attached heads: drafter, loss, temperature, weights, and whether only the head is trained."""
 
 OF_MTP = {"mtp_unroll", "mtp_hidden_state_mixing"}
-"""Settings that attached MTP layers read, and drafters do not."""
+"""Settings of attached MTP layers only."""
 
 MTP, POLICY = "mtp", "policy"
-"""The names of MTP layers, also as a module, and of the group of parameters that belong to no head."""
+"""Names of the MTP layers (and their module) and of the parameter group for everything but the heads."""
 
 TAKEN_NAMES = *HEADS, POLICY
-"""What a drafter cannot be called."""
+"""Names that a drafter cannot have."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """A draft head to attach: MTP layers, or a drafter where the settings name one.
+    """A draft head to attach: MTP layers, or a drafter if the settings name one.
 
     Attributes:
-        settings: what it is and what it learns. MTP layers learn by cross-entropy by default, and with `mtp_train_only`
-            their loss trains nothing else; a drafter learns what its kind does by default.
-        depths: D, of new MTP layers; None for the model's own, and of a drafter, which has `drafter_steps`.
-        weight: of its loss in the sum of all heads.
-        name: of a drafter; '' for its kind. Its module is `drafter_NAME`. MTP layers are called 'mtp'.
+        settings: architecture and training settings. MTP layers use cross-entropy by default, and with `mtp_train_only`
+            their loss trains nothing else; a drafter uses the default loss of its kind.
+        depths: number D of new MTP layers; None to train the model's own, and for a drafter, which has `drafter_steps`.
+        weight: weight of its loss in the sum over all heads.
+        name: name of a drafter; '' for its kind. Its module is `drafter_NAME`. MTP layers are named 'mtp'.
     """
 
     settings: MTPConfig = field(default_factory=MTPConfig)
@@ -45,16 +45,16 @@ class Head:
 
     @property
     def called(self) -> str:
-        """Its name."""
+        """Name of the head."""
         return MTP if self.settings.drafter is None else self.name or self.settings.drafter
 
     @property
     def module(self) -> str:
-        """The name of its module in the model."""
+        """Name of its module in the model."""
         return MTP if self.settings.drafter is None else module_of(self.called)
 
     def with_usual_loss(self) -> "Head":
-        """The head with the loss of its kind, where the settings name none."""
+        """Return the head with the default loss of its kind if the settings do not choose one."""
         if self.settings.drafter is None or self.settings.mtp_loss != MTPConfig().mtp_loss:
             return self
         own: dict[str, Any] = kind_of(self.settings.drafter).loss
@@ -62,7 +62,7 @@ class Head:
 
 
 def heads_of_settings(settings: MTPConfig, depths: int | None, adopts: bool) -> list[Head]:
-    """What `depths` and `settings` are short for: MTP layers, a drafter, or both, each with the loss of its kind."""
+    """Return the heads that `depths` and `settings` describe: MTP layers, a drafter, or both, with default losses."""
     if settings.drafter is None:
         return [Head(settings, depths)]
     if depths is None and not adopts:
@@ -72,12 +72,12 @@ def heads_of_settings(settings: MTPConfig, depths: int | None, adopts: bool) -> 
 
 
 def mtp_among(heads: Sequence[Head]) -> Head | None:
-    """The MTP layers among the heads."""
+    """Return the MTP layers among the heads, or None."""
     return next((head for head in heads if head.settings.drafter is None), None)
 
 
 def refusals(heads: Sequence[Head]) -> list[tuple[Any, str]]:
-    """What heads cannot have, in any model: whether they have it, and the sentence that says so."""
+    """Return checks of heads that do not depend on the model: whether each fails, and its error message."""
     unread = [
         one.name
         for one in fields(MTPConfig)
@@ -93,21 +93,21 @@ def refusals(heads: Sequence[Head]) -> list[tuple[Any, str]]:
     return [
         (
             unread,
-            f"{', '.join(dict.fromkeys(unread))} in the settings is not for such attached heads; leave it out, or give "
-            "it to megatron-mtp train.",
+            f"{', '.join(dict.fromkeys(unread))} in the settings is not supported for these attached heads; leave it "
+            "out, or give it to megatron-mtp train.",
         ),
         (
             sum(head.settings.drafter is None for head in heads) > 1,
-            "two of the heads are MTP layers, and a model has one block of them; join the two.",
+            "two of the heads are MTP layers, and a model has only one block of them; give one of the two.",
         ),
         (twice is not None, f"two heads are called '{twice}'; give one of them another name, Head(..., name=)."),
         (
             strange is not None,
-            f"a head is called '{strange}', which names a module too; give letters, digits and underscores.",
+            f"a head is called '{strange}', which is not a valid module name; give letters, digits and underscores.",
         ),
         (
             any(head.settings.drafter and head.called in TAKEN_NAMES for head in heads),
-            f"a drafter has a name of {', '.join(TAKEN_NAMES)}, which others have; give it another.",
+            f"a drafter cannot be called {' or '.join(TAKEN_NAMES)}; give it another name.",
         ),
         (
             sized is not None,

@@ -1,7 +1,7 @@
-"""Settings of the project: a frozen dataclass whose fields become the `--mtp-*` flags.
+"""Settings of MTP layers and drafters: a frozen dataclass whose fields become the `--mtp-*` and `--drafter*` flags.
 
 Megatron's own flags (`--mtp-num-layers`, `--mtp-loss-scaling-factor`, `--mtp-use-repeated-layer`) keep their meaning
-and live in Megatron's TransformerConfig; here is only what Megatron lacks.
+and stay in Megatron's TransformerConfig; this module has only the settings that Megatron lacks.
 """
 
 import math
@@ -34,20 +34,20 @@ DRAFTER_SETTINGS = (
     *("drafter_window_size", "drafter_full_layers", "drafter_causal", "drafter_softmax_type"),
     "drafter_norm_before_residual",
 )
-"""What a model with a drafter is built from."""
+"""Settings that determine the architecture of a drafter."""
 
 SHARED_KEYS = ("mtp_repeated_layer_shares_kv", "mtp_repeated_layer_first_pass_kv")
-"""Ways in which later passes of a repeated layer attend to pass 1's keys and values."""
+"""Settings that let later passes of a repeated layer attend to pass 1's keys and values."""
 
 BESIDE_MTP = "drafter_beside_mtp"
-"""The argument that says whether a drafter stands beside MTP layers, and not in their place."""
+"""Argument that is true if a drafter is trained together with MTP layers rather than instead of them."""
 
 COLDEST, HOTTEST = 0.01, 100.0
-"""Temperatures: below, a distribution is a single token in float32, above, all tokens are equal."""
+"""Temperature limits: below, a distribution collapses to one token in float32; above, it is uniform."""
 
 
 def _step(first: float, final: float, progress: float) -> float:
-    """The first value until the end, as DeepSeek-V3 did (arXiv:2412.19437, section 4.2)."""
+    """Keep the first value until the end, as DeepSeek-V3 did (arXiv:2412.19437, section 4.2)."""
     return first if progress < 1 else final
 
 
@@ -56,11 +56,11 @@ def _cosine(first: float, final: float, progress: float) -> float:
 
 
 SCHEDULES: dict[str, Callable[[float, float, float], float]] = {"step": _step, "cosine": _cosine}
-"""Course of lambda from a first to a final value, as the progress grows from 0 to 1; a new one is a row."""
+"""Schedules of lambda from a first to a final value, as progress goes from 0 to 1. To add a schedule, add a row."""
 
 
 Range = tuple[str, Callable[[float], bool]]
-"""Allowed numbers in words, and whether a number is one of them."""
+"""Description of the allowed numbers, and a function that checks a number."""
 
 FROM_0: Range = "0 or more", lambda number: 0 <= number < math.inf
 FROM_1: Range = "1 or more", lambda number: number >= 1
@@ -69,11 +69,11 @@ FROM_1: Range = "1 or more", lambda number: number >= 1
 def _flag[T](
     default: T, help_text: str, allowed: Range | None = None, choices: Sequence[str] = (), **argparse_kwargs: object
 ) -> T:
-    """A field of `MTPConfig`.
+    """Create a field of `MTPConfig`.
 
     Args:
-        allowed, choices: its values; None is always one.
-        argparse_kwargs: what `argparse.add_argument` needs beside the field's type, and `alias`, another flag.
+        allowed, choices: allowed values; None is always allowed.
+        argparse_kwargs: further arguments of `argparse.add_argument`, and `alias`, a second name of the flag.
     """
     if choices:
         argparse_kwargs["metavar"] = "{" + ",".join(choices) + "}"
@@ -87,18 +87,18 @@ def _readers(setting: str) -> str:
 
 
 def flag_of(name: str) -> str:
-    """The flag of an argument."""
+    """Return the flag of an argument."""
     return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True)
 class MTPConfig:
-    """Settings that `pretrain_gpt.py` adds to Megatron's flags, one field a flag.
+    """Settings that `pretrain_gpt.py` adds to Megatron's flags. Each field is a flag.
 
-    The name of the loss and `mtp_loss_mix` are checked where the table of losses is: `megatron_mtp.losses.table`.
+    `megatron_mtp.losses.table` checks the name of the loss and `mtp_loss_mix`.
 
     Raises:
-        ValueError: a setting has a value that is not allowed, or two do not fit each other.
+        ValueError: a setting has a value that is not allowed, or two settings contradict each other.
     """
 
     mtp_architecture: str = _flag(
@@ -479,41 +479,41 @@ class MTPConfig:
                 raise ValueError(sentence)
 
     def apart(self) -> "tuple[MTPConfig, MTPConfig]":
-        """The settings of MTP layers, and those of the drafter beside them, which learns what it learns by default."""
+        """Split into settings of the MTP layers and of the drafter trained with them, which gets its default loss."""
         assert self.drafter is not None
         own: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self) if "drafter" in one.name}
         without: dict[str, Any] = dict.fromkeys(own)
         return replace(self, **without), MTPConfig(**{**own, **DRAFTERS[self.drafter].loss})
 
     def phases(self) -> "list[MTPConfig]":
-        """The settings with each of the losses that are learned one after the other, which `phase_at` chooses from."""
+        """Return the settings for each loss in a sequence of losses; `phase_at` chooses one of them."""
         weights = {"mix": self.mtp_loss_mix}
         names = (name for name, _ in loss_parts(self.mtp_loss))
         return [replace(self, mtp_loss=name, mtp_loss_mix=weights.get(name)) for name in names]
 
     def phase_at(self, step: int, steps: int) -> int:
-        """The number of the phase, from 0, of a step of a run, from 0; that of the last one from the run's end on.
+        """Return the index of the phase of a training step, both counted from 0; after the run, the last phase.
 
         Args:
-            steps: of the whole run. Of 10 steps, lk:0.7,e2e_tv:0.3 has lk in steps 0 to 6.
+            steps: number of steps of the run. With 10 steps, lk:0.7,e2e_tv:0.3 uses lk in steps 0 to 6.
         """
         ends = [round(end * steps) for end in accumulate(part for _, part in loss_parts(self.mtp_loss))]
         return min(bisect_right(ends, step), len(ends) - 1)
 
     @property
     def kind(self) -> DrafterKind | None:
-        """The kind of the drafter that is trained; None without one."""
+        """Kind of the drafter; None without a drafter."""
         return None if self.drafter is None else DRAFTERS[self.drafter]
 
     def lambda_at(self, first: float, progress: float) -> float:
-        """Lambda where so much of its schedule is over, from 0 to 1; `first` is that of the beginning."""
+        """Return lambda at a progress of 0 to 1 through its schedule; `first` is the initial lambda."""
         return SCHEDULES[self.mtp_loss_schedule](first, self.mtp_loss_final_factor, progress)
 
     def loss_weights(self, depths: int) -> list[float]:
-        """The weights of depth 1 .. D.
+        """Return the loss weights of depths 1 .. D.
 
         Raises:
-            ValueError: they are not D numbers of 0 or more, of which one is above 0.
+            ValueError: they are not D numbers of 0 or more, or all are 0.
         """
         given = self.mtp_loss_weights
         if given is None:
@@ -528,10 +528,10 @@ class MTPConfig:
 
 
 def loss_parts(given: str, flag: str = "--mtp-loss") -> list[tuple[str, float]]:
-    """The losses of a flag in their order, each with its part of the run's steps: 1 where there is one loss.
+    """Return the losses of a flag in order, each with its fraction of the training steps; a single loss has 1.
 
     Raises:
-        ValueError: the parts are not numbers above 0 that add up to 1.
+        ValueError: the fractions are not numbers above 0 that add up to 1.
     """
     if not {":", ","} & set(given):
         return [(given, 1.0)]
@@ -545,7 +545,7 @@ def loss_parts(given: str, flag: str = "--mtp-loss") -> list[tuple[str, float]]:
 
 
 def trained_depths(args: Namespace) -> int:
-    """Depths that a run or a model of these arguments has: the passes of a repeated layer, else --mtp-num-layers."""
+    """Return the number of depths: the passes of a repeated layer, otherwise --mtp-num-layers."""
     if not args.mtp_num_layers:
         return 0
     passes: int | None = getattr(args, "mtp_unroll", None)
@@ -553,30 +553,30 @@ def trained_depths(args: Namespace) -> int:
 
 
 def drafted_steps(args: Namespace) -> int:
-    """Tokens that a drafter beside MTP layers learns to draft; 0 without one."""
+    """Return the number of tokens that a drafter trained with MTP layers learns to draft; 0 without one."""
     return drafts_of(vars(args)) if stands_beside(args) else 0
 
 
 def stands_beside(args: Namespace) -> bool:
-    """Return whether a drafter and MTP layers are beside each other."""
+    """Return whether a drafter is trained together with MTP layers."""
     return getattr(args, "drafter", None) is not None and getattr(args, BESIDE_MTP, False)
 
 
 # --- draft heads -----------------------------------------------------------------------------------------------------
 #
-# What drafts on a trunk: MTP layers, a drafter, or both. A model has them in this order.
+# Heads that draft on a trunk: MTP layers, a drafter, or both, in this order.
 
 HEADS = {"mtp": "mtp", "drafter_block": "drafter"}
-"""Modules of draft heads in a model, and what their figures are called by; a drafter alone is `mtp` too."""
+"""Module names of draft heads, with their prefix in metrics; a drafter without MTP layers is `mtp` too."""
 
 
 def is_head(module: str) -> bool:
-    """Return whether a module of a model is a draft head, by its name; drafters of `attach` have names of their own."""
+    """Return whether a module with this name is a draft head, including drafters named by `attach`."""
     return module in HEADS or module.startswith("drafter_")
 
 
 def module_of(head: str) -> str:
-    """The module of an attached head, by the head's name."""
+    """Return the module name of an attached head."""
     return head if head in HEADS else f"drafter_{head}"
 
 
@@ -585,11 +585,11 @@ class HeadSettings:
     """A draft head of a run or a model.
 
     Attributes:
-        name: of its module, a key of `HEADS`.
-        settings: what it is, and what it learns.
-        depths: tokens that it drafts.
-        has_lambda: whether its loss is weighted with lambda and trains the output head as the trunk's does; that of a
-            drafter beside MTP layers is not and does not.
+        name: name of its module, a key of `HEADS`.
+        settings: architecture and training settings.
+        depths: number of tokens that it drafts.
+        has_lambda: whether its loss is weighted with lambda and trains the output layer like the trunk's loss. False
+            for a drafter trained with MTP layers.
     """
 
     name: str
@@ -599,12 +599,12 @@ class HeadSettings:
 
 
 def heads_of(settings: MTPConfig, depths: int, steps: int) -> list[HeadSettings]:
-    """The draft heads of a run or a model.
+    """Return the draft heads of a run or a model.
 
     Args:
-        settings: of all of them.
-        depths: of the first one (`trained_depths`); 0 without any.
-        steps: tokens that a drafter beside MTP layers drafts (`drafted_steps`); 0 without one.
+        settings: settings of all heads.
+        depths: number of depths of the first head (`trained_depths`); 0 if there are no heads.
+        steps: number of tokens that a drafter trained with MTP layers drafts (`drafted_steps`); 0 without one.
     """
     first, *others = HEADS
     if not depths:
@@ -616,7 +616,7 @@ def heads_of(settings: MTPConfig, depths: int, steps: int) -> list[HeadSettings]
 
 
 def number_of(text: str) -> float:
-    """The number that the text is, or nan."""
+    """Convert text to a number, or nan if it is not a number."""
     try:
         return float(text)
     except ValueError:
@@ -624,5 +624,5 @@ def number_of(text: str) -> float:
 
 
 def are_weights(numbers: Sequence[float]) -> bool:
-    """Return whether they are finite, none below 0, and not all 0."""
+    """Return whether all numbers are finite and at least 0, and one is above 0."""
     return all(0 <= number < math.inf for number in numbers) and any(numbers)

@@ -66,7 +66,7 @@ class Registry[T](Mapping[str, T]):
         except (ImportError, AttributeError) as error:
             raise ValueError(
                 f"'{_package(point)}' registers '{point.name}' in {self.group}, but {point.value} cannot be imported "
-                f"({error}); mend or uninstall that package."
+                f"({error}); fix or uninstall that package."
             ) from error
         return part
 

@@ -107,7 +107,7 @@ def _of_the_run(args: Namespace) -> Sentences:
                 "the best state; drop one of the two, or give a larger --save-interval."
             )
     if args.mtp_clip_grad is not None and not args.clip_grad:  # ours
-        yield f"--mtp-clip-grad is {args.mtp_clip_grad}, and --clip-grad 0 makes no norms; give --clip-grad above 0."
+        yield f"--mtp-clip-grad is {args.mtp_clip_grad}, and --clip-grad 0 computes no norms; give --clip-grad above 0."
     if args.save is not None and args.save_interval is None:  # silent: nothing is saved
         yield f"--save is {args.save}, but --save-interval is missing; give the steps between checkpoints."
     if args.rampup_batch_size is not None:  # silent
@@ -116,7 +116,7 @@ def _of_the_run(args: Namespace) -> Sentences:
             "and without --global-batch-size: '0:64 1B:256' goes from 64 to 256 at a billion tokens."
         )
     if args.full_validation and not args.multiple_validation_sets:  # silent until the end of the run
-        yield "--full-validation works with --multiple-validation-sets alone; give both, or neither."
+        yield "--full-validation works only with --multiple-validation-sets; give both, or neither."
 
 
 def _of_state_cache(args: Namespace) -> Sentences:
@@ -161,7 +161,7 @@ def _of_data(args: Namespace) -> Sentences:
     files = args.data_path, args.data_args_path, per_split, args.per_split_data_args_path
     if sum(map(bool, (args.chat, args.mock_data, *files))) > 1:
         yield (
-            "data comes from one source alone: give one of --chat, --mock-data, --data-path, --data-args-path, "
+            "data comes from one source: give only one of --chat, --mock-data, --data-path, --data-args-path, "
             "--train-data-path (with its like) and --per-split-data-args-path."
         )
     if args.mtp_mask_prompts and (args.mock_data or args.reads_chats):

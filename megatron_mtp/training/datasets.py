@@ -373,8 +373,8 @@ class PackedChats(MegatronDataset):
         self._rows = best_fit(held, config.sequence_length)
         if not self._rows:
             raise ValueError(
-                f"--seq-length is {config.sequence_length}, and in that many tokens none counts of the {len(indices)} "
-                f"chats for {index_split.name} in '{dataset_path}'; give more, or other chats."
+                f"--seq-length is {config.sequence_length}, and none of the {len(indices)} chats for "
+                f"{index_split.name} in '{dataset_path}' has a token that counts within it; give more, or other chats."
             )
         filled = held.sum() / len(self._rows) / config.sequence_length
         print_rank_0(f"> {len(held)} chats for {index_split.name} in {len(self._rows)} rows, filled to {filled:.1%}")
@@ -450,19 +450,19 @@ def counted_part(prefix: str, positions: int) -> list[str]:
     lengths, counted = lengths_and_counted(dataset, positions)
     _, whole = lengths_and_counted(dataset, int(lengths.max()))
     if not counted.any():
-        raise ValueError(f"--seq-length is {positions}, within which no token counts of any chat in '{prefix}'.")
+        raise ValueError(f"--seq-length is {positions}, and no chat in '{prefix}' has a token that counts within it.")
     chats, without = about.get("chats", len(lengths)), about.get("chats_without_counted_tokens", 0)
     lines = [f"chats in '{prefix}': {counted.sum():,} of {lengths.sum():,} tokens count, in {len(lengths):,} documents"]
     lines += lines_of(about.get("left_out", {}), chats, about.get("bad_lines", ()))
     if len(lengths) > chats - without:
         lines.append(
             f"{len(lengths) - chats + without:,} documents are earlier turns, which the chat template renders "
-            "otherwise once others follow"
+            "differently once others follow"
         )
     if (is_cut := lengths > positions + 1).any():
         lines.append(
-            f"{is_cut.sum():,} documents are cut to --seq-length {positions}: {(whole - counted).sum():,} tokens that "
-            f"count are lost, and {(counted == 0).sum():,} documents are left out, since nothing that counts is left"
+            f"{is_cut.sum():,} documents are truncated to --seq-length {positions}: {(whole - counted).sum():,} tokens "
+            f"that count are lost, and {(counted == 0).sum():,} documents are skipped because no such token remains"
         )
     return lines
 

@@ -167,7 +167,7 @@ def flags_of(file: Path, parser: ArgumentParser) -> list[str]:
         said = " ".join(str(error).split())
         raise ValueError(f"--config is {file}, which cannot be read as YAML ({said}); correct it.") from error
     except RecursionError:  # a section may be an alias of one that it is in
-        raise ValueError(f"--config is {file}, whose sections are in each other too deeply; write fewer.") from None
+        raise ValueError(f"--config is {file}, whose sections are nested too deeply; write fewer levels.") from None
     words, seen = [], dict[str, int]()
     for key, value in entries:
         name, line = key.value.replace("_", "-"), key.start_mark.line + 1

@@ -227,8 +227,8 @@ class Metrics:
             return
         self._left_out += last - first + 1
         if is_last_rank():
-            steps = f"step {first} is" if first == last else f"steps {first} to {last} are"
-            say(f"> {steps} left out (--iterations-to-skip)")
+            steps = f"step {first}" if first == last else f"steps {first} to {last}"
+            say(f"> skipping {steps} (--iterations-to-skip)")
 
     def end_early(self, step: int, cause: str) -> None:
         """Record that the run ends after this step, before its last one."""
@@ -358,8 +358,8 @@ class Metrics:
         new, self._idle = set(names) - self._idle, self._idle | set(names)
         if new and is_last_rank():
             say(
-                f"> {', '.join(sorted(new))}: no position counts, so that 0 is shown; documents may be too short for "
-                "the depth, or masked as a whole"
+                f"> {', '.join(sorted(new))}: 0 is shown because no position counts; documents may be too short for "
+                "this depth, or fully masked"
             )
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -382,7 +382,7 @@ class Metrics:
             yield
         except OSError as error:
             if not self._has_failed:
-                say(f"> {file} cannot be written ({error.strerror}); training goes on without it")
+                say(f"> {file} cannot be written ({error.strerror}); training continues without it")
             self._has_failed = True
 
 

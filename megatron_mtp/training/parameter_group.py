@@ -75,7 +75,7 @@ def get_mtp_optimizer(
         return make(config, model_chunks, *given, **settings)
     if not config.clip_grad:
         raise ValueError(
-            f"the clip of the MTP layers' gradient norm is {clip_grad}, and --clip-grad 0 makes no norms; give "
+            f"the clip of the MTP layers' gradient norm is {clip_grad}, and --clip-grad 0 computes no norms; give "
             "--clip-grad a number above 0."
         )
     for chunk in model_chunks:

@@ -1,4 +1,4 @@
-"""Which pipeline stages read batches, and what of them."""
+"""Determines which pipeline stages read batches, and which parts of them."""
 
 from argparse import Namespace
 

@@ -1,17 +1,17 @@
-"""A recipe: flags of `train` under a well-known name, with its sources and published results.
+"""Recipes: named sets of `train` flags, with sources and published results.
 
-A file of `recipes/` is one:
+Each file in `recipes/` is a recipe:
 
-    purpose: a native MTP layer, improved on the frozen trunk
-    trunk: frozen                     # or trained: the trunk learns with the layers
+    purpose: improve a native MTP layer on the frozen trunk
+    trunk: frozen                     # or trained: the trunk is trained together with the layers
     source: [arXiv:2606.15007, section 3.4]
-    settings:                         # of `train`, without the dashes; true for a switch
+    settings:                         # flags of `train` without dashes; true for a switch
       mtp-loss: kd
-    differs: [what of the source no flag sets]
-    there: [what it reached there]
-    here: [what it reached here]
+    differs: [parts of the source that no flag reproduces]
+    there: [published results]
+    here: [results with this package]
 
-Flags of the command line win.
+Flags on the command line take precedence.
 """
 
 from collections.abc import Collection, Mapping

@@ -67,7 +67,7 @@ def main(argv: list[str], on_cpu: bool, shows_tables: bool = True, measure: Meas
     if (best := ended_run(args)) is not None:
         if args.rank == 0:
             best.settle(Path(args.save))
-            say(f"> the run has ended already; its best state is that of step {best.iteration}")
+            say(f"> the run has already finished; its best checkpoint is from step {best.iteration}")
         return Metrics(None)
     reporter = _short_log(args, argv, shows_tables) if isinstance(sys.stdout, Listing) else None
     metrics = train(config, datasets_provider, reporter, measure)
@@ -162,7 +162,7 @@ def _say_best(state: BestState) -> None:
     """Report the best state at the end of the run: the checkpoint loads as it."""
     best = state.end()
     if best is not None and get_args().rank == 0:
-        say(f"> the checkpoint is that of step {best.iteration}, the best: {EXPECTED_LENGTH} {best.length:.3f}")
+        say(f"> the checkpoint is from step {best.iteration}, the best one: {EXPECTED_LENGTH} {best.length:.3f}")
 
 
 def _end(metrics: Metrics) -> None:
@@ -350,7 +350,7 @@ def _best_states(metrics: Metrics, checkpoint_and_decide_exit: AnyFunction) -> A
         if ends or not is_judged or state is None or not state.is_over(step):
             return ends
         if args.rank == 0:
-            say(f"> {args.mtp_patience} evaluations have brought nothing: the training ends at step {step}")
+            say(f"> no improvement in {args.mtp_patience} evaluations: training stops at step {step}")
         _say_best(state)
         return True
 

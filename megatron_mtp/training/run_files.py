@@ -165,7 +165,7 @@ def write_run_record(folder: Path, args: Namespace) -> None:
                 json.dumps({"starts": [*earlier, start], "arguments": vars(args)}, default=str), encoding="utf-8"
             )
     except OSError as error:
-        say(f"> {folder / RECORD} cannot be written ({error.strerror}); the run goes on without it")
+        say(f"> {folder / RECORD} cannot be written ({error.strerror}); the run continues without it")
 
 
 def read_run_record(folder: Path) -> dict[str, Any] | None:

@@ -85,7 +85,7 @@ class Listing(io.TextIOBase):
             self._file.write(text)
             self._file.flush()
         except OSError as error:
-            print(f"> {self.path} cannot be written ({error.strerror}); going on without it", file=self.terminal)
+            print(f"> {self.path} cannot be written ({error.strerror}); continuing without it", file=self.terminal)
             self.path = self._file = None
         return len(text)
 
@@ -246,7 +246,7 @@ def line_of(
     if "skipped steps" in row:
         parts.append(f"{row['skipped steps']} steps skipped")
     if "left out steps" in row:
-        parts.append(f"{row['left out steps']} steps left out")
+        parts.append(f"{row['left out steps']} steps skipped by --iterations-to-skip")
     parts += [f"{name} {value:.4f}" for name, value in row.items() if name.endswith(" loss")]
     for what, stats in rates.items():
         of = "" if what == "mtp" else f"{what} "

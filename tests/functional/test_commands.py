@@ -60,8 +60,8 @@ def test_a_run_ends_where_nothing_is_gained_and_keeps_its_best_state(tmp_path: P
     flags = "--lr 0 --lr-decay-style constant --train-iters 20 --save-interval 8 --eval-interval 2 --eval-iters 2 "
     flags += f"--mtp-patience 3 --log-interval 2 --save {checkpoint} --load {checkpoint} --mtp-metrics-dir {tmp_path}"
     log = launch.run(launch.pretrain(*flags.split()), tmp_path / "log")
-    assert "> 3 evaluations have brought nothing: the training ends at step 8\n" in log
-    assert "> the checkpoint is that of step 2, the best: expected accepted length " in log
+    assert "> no improvement in 3 evaluations: training stops at step 8\n" in log
+    assert "> the checkpoint is from step 2, the best one: expected accepted length " in log
     assert sorted(path.name for path in checkpoint.glob("iter_*")) == ["iter_0000002", "iter_0000008"]
     assert (checkpoint / "latest_checkpointed_iteration.txt").read_text() == "2"
     record = json.loads((checkpoint / "mtp_acceptance.json").read_text())
@@ -71,7 +71,7 @@ def test_a_run_ends_where_nothing_is_gained_and_keeps_its_best_state(tmp_path: P
         == json.loads((checkpoint / "best.json").read_text())["expected accepted length"]
     )
     again = launch.run(launch.pretrain(*flags.split()), tmp_path / "log")
-    assert "> the run has ended already; its best state is that of step 2\n" in again
+    assert "> the run has already finished; its best checkpoint is from step 2\n" in again
 
 
 @pytest.fixture(scope="module")

@@ -396,7 +396,7 @@ drop-mtp run text/a.txt
 draft-vocab run new --mtp-draft-vocab-size abc --data-path corpus
 draft-vocab plain new --mtp-draft-vocab-size 4 --data-path corpus
 gpt-to-hybrid nowhere new
-hybrid-to-gpt run new -> is a GPT already
+hybrid-to-gpt run new -> is already a GPT
 verify run plain -> are GPT checkpoints
 nonsense
 """

@@ -112,7 +112,7 @@ def _sizes(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
         largest, is_matrix = max(-look.low, look.high), len(look.shape) > 1 and max(look.shape) > 1
         is_dead_norm = largest == 0 and bool(_NORM.search(name)) and not _is_centered(side)
         if largest > HUGE:
-            found[f"numbers go up to {largest:.2g}: no training leaves such weights, and logits overflow"].append(name)
+            found[f"values go up to {largest:.2g}: no training produces such weights, and logits overflow"].append(name)
         elif largest == 0 and chooses_all and _ROUTER.search(name):
             continue
         elif look.is_constant and (is_matrix or is_dead_norm):
@@ -154,7 +154,7 @@ def _parts(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
         for kind, runs, size in (("rows", look.zero_rows, rows), ("columns", look.zero_columns, columns)):
             runs = () if kind == "rows" and _is_end(side, name) else runs
             if long := [f"{first} to {last - 1}" for first, last in runs if (last - first) * SHARDS >= size]:
-                says = f"{kind} {', '.join(long)} of {size} are zeros, as where a shard of the tensor never arrived"
+                says = f"{kind} {', '.join(long)} of {size} are zeros, as if a shard of the tensor were missing"
                 found[says].append(name)
         if look.twice is not None:
             kind, (first, last), (other, end) = look.twice

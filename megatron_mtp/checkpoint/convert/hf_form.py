@@ -92,7 +92,7 @@ def form_of(
         ValueError: the flags contradict each other, the folder has no tokenizer, or no family supports the model.
     """
     if like is not None and family is not None:
-        raise ValueError("--like and --family were given, but a folder to be like has its family; drop one of the two.")
+        raise ValueError("--like and --family were given, but --like already sets the family; drop one of the two.")
     if tokenizer is not None and not has_tokenizer(tokenizer):
         raise ValueError(f"--tokenizer is {tokenizer}, where there is no tokenizer; give a folder with tokenizer.json.")
     reader = source if isinstance(source, DistReader) else DistReader(source)

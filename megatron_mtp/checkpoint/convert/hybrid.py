@@ -164,7 +164,7 @@ NOT_IN_HYBRIDS = (
 def hybrid_arguments(args: Namespace, source: str) -> Namespace:
     """Return the arguments of the hybrid that is equivalent to this GPT. Raise ValueError if there is none."""
     if (pattern := getattr(args, "hybrid_layer_pattern", None)) is not None:
-        raise ValueError(f"{source} is a hybrid model of layers {pattern} already; hybrid-to-gpt is the other way.")
+        raise ValueError(f"{source} is already a hybrid model of layers {pattern}; for the reverse, use hybrid-to-gpt.")
     given = {name: getattr(args, name, None) for name in NOT_IN_HYBRIDS}
     wrong = [name for name, value in given.items() if (any(value) if isinstance(value, list) else value)]
     if args.position_embedding_type not in POSITIONS:
@@ -182,7 +182,7 @@ def gpt_arguments(args: Namespace, source: str) -> Namespace:
     """Return the arguments of the GPT that is equivalent to this hybrid. Raise ValueError if there is none."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern is None:
-        raise ValueError(f"{source} is a GPT already; gpt-to-hybrid is the other way.")
+        raise ValueError(f"{source} is already a GPT; for the reverse, use gpt-to-hybrid.")
     trunk, depths = trunk_and_depths(pattern)
     _check_order(trunk, f"{source} has the layers {pattern}")
     if not trunk:

@@ -40,7 +40,7 @@ class SmallModelSettings(Settings):
 class DraftModelSettings(SmallModelSettings):
     """The small model, and the number of chains in its beam."""
 
-    beam_width: int = setting(1, "W, chains that grow side by side, of which the likeliest is the draft", 1, 64)
+    beam_width: int = setting(1, "W, chains that are extended in parallel; the likeliest is the draft", 1, 64)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ MOST_NODES = 255
 class BeamSettings(Settings):
     """Width of the beam."""
 
-    beam_width: int = setting(4, "W, chains that grow side by side", 1, 64)
+    beam_width: int = setting(4, "W, chains that are extended in parallel", 1, 64)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TreeSettings(BeamSettings):
 
     tree: tuple[int, ...] | None = setting(None, "candidates a row, level by level; [4, 2] if left out")
     tree_nodes: int | None = setting(
-        None, "instead of a fixed tree: so many likeliest nodes, chosen in every step", 1, 63
+        None, "instead of a fixed tree: number of likeliest nodes, chosen in every step", 1, 63
     )
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The model of a job, built without storage, and its parameters by part and by pipeline stage."""
+"""Builds the model of a job without storage, and counts its parameters by part and pipeline stage."""
 
 import copy
 from argparse import Namespace
@@ -35,11 +35,11 @@ PARTS = {
     "embedding": "embedding.",
     "head": "output_layer.",
 }
-"""The parts of a model, and how the names of their parameters begin."""
+"""Parts of a model, with the prefixes of their parameter names."""
 
 
 def parameters(args: Namespace, config: MTPModelConfig, rank: int) -> tuple[Counter[str], Counter[str]]:
-    """Parameters by part: of a rank, and of its stage over all ranks without copies, such as a tied head."""
+    """Count parameters by part: on one rank, and on its stage over all ranks, without copies such as a tied head."""
     local, whole = Counter[str](), Counter[str]()
     with _job(args, rank), _planned_variants():
         chunks = args.virtual_pipeline_model_parallel_size
@@ -52,7 +52,7 @@ def parameters(args: Namespace, config: MTPModelConfig, rank: int) -> tuple[Coun
             for name, weight in model.named_parameters():
                 part = next(part for part, start in PARTS.items() if name.startswith(start))
                 tensor, expert = args.tensor_model_parallel_size, 1
-                if not getattr(weight, "allreduce", True):  # an expert's
+                if not getattr(weight, "allreduce", True):  # belongs to an expert
                     tensor, expert = args.expert_tensor_parallel_size, args.expert_model_parallel_size
                 pieces = expert * (tensor if getattr(weight, "tensor_model_parallel", False) else 1)
                 local[part] += weight.numel()
@@ -62,7 +62,7 @@ def parameters(args: Namespace, config: MTPModelConfig, rank: int) -> tuple[Coun
 
 @contextmanager
 def _job(args: Namespace, rank: int) -> Iterator[None]:
-    """The process groups of a rank of the job, without the other ranks; tensors have no storage."""
+    """Create the process groups of one rank of the job without the other ranks; tensors have no storage."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
     try:
         with having([torch.cuda], current_device=lambda: torch.device("meta")):
@@ -85,7 +85,7 @@ def _job(args: Namespace, rank: int) -> Iterator[None]:
 
 
 class _PlannedModules(LocalSpecProvider):
-    """Modules of the sizes that those of Transformer Engine have; the norm before a projection is the layer's own."""
+    """Modules with the sizes of Transformer Engine's; the norm before a projection is part of the layer."""
 
     def linear(self) -> type:
         return PortableLinear
@@ -95,7 +95,7 @@ class _PlannedModules(LocalSpecProvider):
 
 
 def _planned_layers(config: TransformerConfig, backend: LocalSpecProvider) -> list[ModuleSpec]:
-    """Layers of the trunk; Megatron makes those of --experimental-attention-variant of TE's modules alone."""
+    """Return specs of the trunk's layers. Megatron builds --experimental-attention-variant only from TE's modules."""
     kind = config.experimental_attention_variant
     is_linear = variants.is_linear_attention_variant(kind)
     pattern = variants.get_linear_attention_pattern(config) if is_linear else [1] * config.num_layers
@@ -110,7 +110,7 @@ def _planned_layers(config: TransformerConfig, backend: LocalSpecProvider) -> li
 
 
 def _planned_stack(config: TransformerConfig, others: Callable[[TransformerConfig], Any]) -> Any:
-    """The layers of a hybrid, sparse attention (D) among them."""
+    """Return the layer specs of a hybrid, including sparse attention (D)."""
     made = others(config)
     if config.experimental_attention_variant is None:
         return made
@@ -120,7 +120,7 @@ def _planned_stack(config: TransformerConfig, others: Callable[[TransformerConfi
 
 
 def _planned_variants() -> AbstractContextManager[None]:
-    """While this lasts, layers that need Transformer Engine's modules are made without it, of the same sizes."""
+    """Build layers that need Transformer Engine without it, with the same sizes, within the context."""
     return having(
         [variants, absorbed_mla, hybrid],
         _local_submodules=partial(_planned_stack, others=hybrid._local_submodules),

@@ -1,6 +1,6 @@
-"""`megatron-mtp plan`: a launch line, a GPU and their number in; memory, time and a placement out.
+"""`megatron-mtp plan`: computes memory, time and a placement from a launch line, a GPU and the number of GPUs.
 
-`train --dry-run` asks for the plan of its job here, through the table of verbs (`of_job`).
+`train --dry-run` calls `of_job` through the table of verbs.
 """
 
 import json
@@ -78,13 +78,13 @@ def parser(program: str) -> Parser:
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Plan and print; bad input ends with one sentence and exit status 2."""
+    """Print the plan. Bad input ends with one sentence and exit status 2."""
     args = parser(program).parse_with_line(arguments)
     return status_of(program, lambda: _print(args))
 
 
 def of_job(argv: list[str], ranks: int) -> str:
-    """What `train --dry-run` prints: see `dry_run.plan`."""
+    """Return the output of `train --dry-run`; see `dry_run.plan`."""
     from megatron_mtp.extensions.plan.dry_run import plan
 
     return plan(argv, ranks)
@@ -129,7 +129,7 @@ def _write_page(args: Namespace, made: "Plan", drafting: "Drafting | None") -> N
 
 
 def _check(args: Namespace) -> None:
-    """Raises ValueError for a number that is out of range."""
+    """Raise ValueError for a number that is out of range."""
     check_counts(args, "gpus", "serving_gpus", "context")
     if args.depths is not None and args.depths < 0:
         raise ValueError(f"--depths is {args.depths}; give 0 or more.")

@@ -1,13 +1,14 @@
-"""Speed-up of drafting with K MTP layers, from how often drafts are accepted.
+"""Predicts the speed-up of drafting with K MTP layers from the acceptance of drafts.
 
-A round with K drafts gives 1 + a_1 + ... + a_K tokens, where a_k is the rate at which the drafts 1..k are all accepted
-(Leviathan et al., arXiv:2211.17192, section 3.1). It costs a forward of K + 1 rows a text, and K passes of a depth with
-the head:
+A round with K drafts emits 1 + a_1 + ... + a_K tokens, where a_k is the rate at which drafts 1..k are all accepted
+(Leviathan et al., arXiv:2211.17192, section 3.1). It costs a forward pass of K + 1 rows per request, and K passes of an
+MTP layer with the output layer:
 
     speed-up = (1 + sum a_k) t(b) / (t(b (K + 1)) + K d(b))
 
-t(n) is the time of a forward over n rows: reading the weights, or the products, whichever is longer, and a fixed time a
-layer for launches and collectives. Of E experts, n rows read E (1 - (1 - k / E)^n), k being those of a token.
+t(n) is the time of a forward pass over n rows: reading the weights or computing the products, whichever is longer, plus
+a fixed time per layer for launches and collectives. With E experts, n rows read E (1 - (1 - k / E)^n) of them, where k
+is the number of experts per token.
 """
 
 import json
@@ -21,24 +22,24 @@ from megatron_mtp.extensions.plan.sizes import EXPERTS, LayerSizes, Model
 
 MOST = 7
 RECORD = "mtp_acceptance.json"
-"""Beside a checkpoint or an export, the acceptance of its MTP layers."""
+"""File in a checkpoint or exported folder with the acceptance of its MTP layers."""
 LAYER_SECONDS = 20e-6
-"""Launches and collectives of a layer with CUDA graphs: an assumption; `--forward-ms` gives a measured forward."""
+"""Seconds per layer for launches and collectives with CUDA graphs (assumed); `--forward-ms` sets a measured forward."""
 
 
 DECAY = 0.95
-"""Rate of a draft, given those before it, over that of the draft before it: of GLM-5.2 0.834, 0.783, 0.757."""
+"""Ratio of the conditional acceptance of a draft to that of the previous draft; GLM-5.2 has 0.834, 0.783, 0.757."""
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """Acceptance of the first drafts: a_k, and where it was published."""
+    """Acceptance a_k of the first drafts, and its source."""
 
     rates: tuple[float, ...]
     source: str
 
     def at(self, count: int) -> list[float]:
-        """a_1 .. a_K; behind those that are known, each is accepted after the others `DECAY` as often as the last."""
+        """Return a_1 .. a_K. Beyond the known ones, each conditional acceptance is `DECAY` times the previous one."""
         rates = list(self.rates[:count])
         given = self.rates[-1] / (self.rates[-2] if len(self.rates) > 1 else 1.0)
         while len(rates) < count:
@@ -47,7 +48,7 @@ class Accepted:
         return rates
 
     def length(self, count: int) -> float:
-        """Tokens of a round with so many drafts."""
+        """Return the tokens per round with this number of drafts."""
         return 1 + sum(self.at(count))
 
 
@@ -57,14 +58,14 @@ PUBLISHED = {
     "glm4": Accepted((0.838,), "GLM-4.5-Air, ikawrakow/ik_llama.cpp#1992, before its correction of the warm-up"),
     "qwen": Accepted((0.9, 0.5, 0.4), "Qwen3.6-27B, kyuz0/amd-strix-halo-vllm-toolboxes#53: lengths 1.9, 2.4, 2.8"),
 }
-"""Published acceptance by family; texts differ, and so do engines."""
+"""Published acceptance by family, measured on different data and engines."""
 
 
 def of_family(name: str) -> Accepted:
-    """Published acceptance.
+    """Return the published acceptance of a family.
 
     Raises:
-        ValueError: there is none for the family.
+        ValueError: none is known for the family.
     """
     if name not in PUBLISHED:
         raise ValueError(f"--accepted is '{name:.40}'; give a folder with {RECORD}, rates such as 0.8,0.6, or one of "
@@ -73,10 +74,10 @@ def of_family(name: str) -> Accepted:
 
 
 def accepted_of(words: str) -> Accepted:
-    """The acceptance of `--accepted`: a folder or file with a record, rates with commas, or a family's name.
+    """Parse `--accepted`: a folder or file with a record, comma-separated rates, or the name of a family.
 
     Raises:
-        ValueError: it is none of these, or the record is damaged.
+        ValueError: the value is none of these, or the record is damaged.
     """
     path = Path(words)
     file = path / RECORD if path.is_dir() else path
@@ -93,19 +94,21 @@ def accepted_of(words: str) -> Accepted:
 def _rates(values: Iterable[object]) -> tuple[float, ...]:
     rates = tuple(float(str(value)) for value in values)
     if not rates or any(not 0 < rate <= 1 for rate in rates) or any(a < b for a, b in pairwise(rates)):
-        raise ValueError(f"rates of acceptance are {rates}; give numbers above 0 and up to 1 that do not rise.")
+        raise ValueError(
+            f"acceptance rates are {rates}; give numbers above 0 and up to 1, each at most the one before."
+        )
     return rates
 
 
 @dataclass(frozen=True)
 class DraftDecoder:
-    """A model that decodes on some cards.
+    """A model that decodes on GPUs.
 
     Attributes:
-        tensor: cards that share every layer.
-        weight: bytes of a weight.
-        context: tokens of a text in the cache.
-        forward: seconds of a measured forward of one text without drafts, or None.
+        tensor: tensor-parallel size.
+        weight: bytes per weight.
+        context: tokens per request in the KV cache.
+        forward: measured seconds of a forward pass for one request without drafts, or None.
     """
 
     model: Model
@@ -116,22 +119,22 @@ class DraftDecoder:
     forward: float | None = None
 
     def speed_up(self, accepted: Accepted, count: int, batch: int = 1) -> float:
-        """Tokens a second with so many drafts over those without."""
+        """Return the throughput with this number of drafts relative to plain decoding."""
         plain, verified = self.trunk(batch), self.trunk(batch * (count + 1))
         return accepted.length(count) * plain / (verified + count * self.depth(batch))
 
     def trunk(self, rows: int) -> float:
-        """Seconds of a forward over so many rows."""
+        """Return the seconds of a forward pass over this number of rows."""
         layers = self.model.layers
         return self._passes(layers, rows) + self._head(rows) + len(layers) * self.fixed
 
     def depth(self, rows: int) -> float:
-        """Seconds of a pass of one depth with the head."""
+        """Return the seconds of a pass of one MTP layer with the output layer."""
         return self._passes([self.model.depth], rows) + self._head(rows) + self.fixed
 
     @property
     def fixed(self) -> float:
-        """Seconds of a layer that do not depend on rows; what a measured forward has above weights and products."""
+        """Seconds per layer that do not depend on rows: a measured forward minus its weights and products."""
         if self.forward is None:
             return LAYER_SECONDS
         layers = self.model.layers

@@ -1,7 +1,7 @@
-"""`train --dry-run`: the plan of a job with a layout of any size, made by one process without a GPU.
+"""`train --dry-run`: plans a job with a layout of any size, in one process without a GPU.
 
-Megatron's own parser reads and checks the flags, and the model of the first rank of every pipeline stage is built, so
-that parameters are counted. Memory is what `memory.py` computes for the flags.
+Megatron's own parser reads and checks the flags. The model is built for the first rank of every pipeline stage to count
+its parameters. `memory.py` computes the memory from the flags.
 """
 
 import math
@@ -35,15 +35,15 @@ from megatron_mtp.training.checks import check_data, check_trunk
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser
 
 RESOLVED = ("ffn_hidden_size", "global_batch_size", "kv_channels", "padded_vocab_size")
-"""Sizes that Megatron derives if no flag gives them."""
+"""Sizes that Megatron derives if they are not set by flags."""
 
 
 def plan(argv: list[str], ranks: int) -> str:
-    """The plan of a job of so many ranks (0: the fewest that the layout takes), in lines.
+    """Return the lines of the plan of a job.
 
     Args:
-        argv: `sys.argv` itself, which Megatron's parser reads; flags of files that are not here are taken out.
-        ranks: of the job.
+        argv: `sys.argv` itself, which Megatron's parser reads; flags for files that are missing here are removed.
+        ranks: number of ranks; 0 for the fewest that the layout allows.
 
     Raises:
         ValueError: the flags are wrong, or the layout does not fit the ranks.
@@ -62,7 +62,7 @@ def plan(argv: list[str], ranks: int) -> str:
     needed = without_libraries(config.transformer)
     config.transformer.perform_initialization = False
     total, lines = Counter[str](), list[str]()
-    # Stages are the outermost dimension of the ranks, unless a flag makes it data.
+    # Pipeline stages are the outermost dimension of the ranks, unless a flag makes data parallelism outermost.
     stages, apart = args.pipeline_model_parallel_size, args.world_size // args.pipeline_model_parallel_size
     if args.use_tp_pp_dp_mapping:
         apart = args.tensor_model_parallel_size * args.context_parallel_size
@@ -90,7 +90,7 @@ def _fewest_ranks(args: Namespace) -> int:
 
 
 def _flags(given: Namespace, args: Namespace, absent: Collection[str]) -> list[str]:
-    """The flags of the run with the values that Megatron has derived; those of absent files as they were given."""
+    """Return the flags of the run with the values that Megatron derived; flags for missing files as given."""
     parser = all_parser("train")
     defaults = parser.parse_args([])
     lines = []
@@ -100,7 +100,7 @@ def _flags(given: Namespace, args: Namespace, absent: Collection[str]) -> list[s
         value = getattr(given, action.dest)
         if value != getattr(defaults, action.dest) or action.dest in RESOLVED:
             is_off = isinstance(action, BooleanOptionalAction) and not value
-            derived = value if action.dest in absent else getattr(args, action.dest, value)  # it drops older names
+            derived = value if action.dest in absent else getattr(args, action.dest, value)  # Megatron drops old names
             shown = "" if action.nargs == 0 else f" {derived}"
             lines.append(f"  {action.option_strings[-1 if is_off else 0]}{shown}")
     return ["flags, without those at Megatron's defaults:", *sorted(lines)]
@@ -125,11 +125,11 @@ def _layout(args: Namespace) -> list[str]:
 
 
 def _memory(words: list[str], args: Namespace, of_drafter: int) -> str:
-    """Memory of a rank of every stage, as a table.
+    """Return a table of the memory per rank for every stage.
 
     Args:
-        of_drafter: parameters of a drafter on the last stage, whose layers no launch line describes; its activations
-            are taken to be those of as many layers of the trunk as it has passes.
+        of_drafter: parameters of a drafter on the last stage, whose layers the launch line does not describe. Its
+            activations are estimated as those of one trunk layer per pass.
     """
     try:
         line = of_arguments(read(words), args)

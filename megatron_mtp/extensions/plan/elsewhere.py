@@ -1,6 +1,6 @@
-"""What of a job is not on this machine: files, GPUs and their libraries.
+"""Handles files, GPUs and libraries of a job that are missing on this machine.
 
-Megatron's own parser checks the flags as on a machine with GPUs and every library.
+Megatron's own parser checks the flags as if this machine had GPUs and all libraries.
 """
 
 import sys
@@ -36,7 +36,7 @@ OF_LIBRARIES: dict[str, tuple[str, Any]] = {
     "fine_grained_activation_offloading": (TE_NAME, False),
     "moe_enable_deepep": ("DeepEP", False),
 }
-"""Fields of a configuration that need a library, and their values without it."""
+"""Configuration fields that need a library, with that library and their values without it."""
 
 CHECKED_KERNELS = {
     rope_utils: ("fused_apply_rotary_pos_emb",),
@@ -45,32 +45,32 @@ CHECKED_KERNELS = {
         *("fused_sort_chunks_by_index", "fused_sort_chunks_by_index_with_probs"),
     ),
 }
-"""Kernels of Transformer Engine that Megatron looks for where it checks flags, by the module that imports them."""
+"""Transformer Engine kernels that Megatron looks for when it checks flags, by importing module."""
 
 CHECKED_VARIABLES = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "CUDA_GRAPHS_USE_NODE_PRIORITY": "1",
     "NVTE_CPU_OFFLOAD_V1": "1",
 }
-"""Variables of a job's environment that Megatron asks for where it checks flags."""
+"""Environment variables that Megatron reads when it checks flags."""
 
 TOKENIZER = ("tokenizer_model", "vocab_file", "merge_file")
 CHECKPOINT = ("load", "pretrained_checkpoint")
 DATA_LISTS = ("data_args_path", "per_split_data_args_path")
 FILES = (*TOKENIZER, *CHECKPOINT, *DATA_LISTS, "mtp_draft_vocab_file", "te_precision_config_file")
-"""Arguments that name files which are read before a run."""
+"""Arguments that name files read before a run."""
 
 
 def without_absent_files(argv: list[str], given: Namespace) -> dict[str, str]:
-    """Take the flags of files that are not on this machine out of the words; a line for each, by the argument's name.
+    """Remove flags for files that are missing on this machine. Return a line for each, by argument name.
 
     Raises:
-        ValueError: no plan can be made without one of them.
+        ValueError: a plan needs one of the missing files.
     """
     named = {name: getattr(given, name) for name in FILES if getattr(given, name) is not None}
     absent = {name: path for name, path in named.items() if "://" not in path and not Path(path).exists()}
     if given.load == given.save:
-        absent.pop("load", None)  # the job starts anew
+        absent.pop("load", None)  # the job starts from scratch
     for name in CHECKPOINT:
         if name in absent and given.use_checkpoint_args:
             raise ValueError(
@@ -88,10 +88,10 @@ def without_absent_files(argv: list[str], given: Namespace) -> dict[str, str]:
 
 
 def _needs_tokenizer(given: Namespace, absent: dict[str, str]) -> bool:
-    """Return whether --vocab-size has to stand for a tokenizer that is not here.
+    """Return whether --vocab-size must replace a tokenizer that is missing here.
 
     Raises:
-        ValueError: it is missing.
+        ValueError: --vocab-size is not given.
     """
     try:
         check_hub(given)
@@ -101,7 +101,7 @@ def _needs_tokenizer(given: Namespace, absent: dict[str, str]) -> bool:
             raise ValueError(f"{said}; give --vocab-size, and the plan needs no tokenizer.") from None
         return True
     if given.vocab_size is None and given.tokenizer_type == "HuggingFaceTokenizer":
-        absent.pop("tokenizer_model", None)  # it comes from the Hub
+        absent.pop("tokenizer_model", None)  # the tokenizer comes from the Hub
     for name in TOKENIZER:
         if name in absent and given.vocab_size is None:
             raise ValueError(
@@ -118,7 +118,7 @@ def _data_is_elsewhere(given: Namespace, absent: dict[str, str]) -> bool:
 
 
 def _without(argv: list[str], flags: set[str]) -> list[str]:
-    """The words of a command line without these flags, each of which has one value."""
+    """Remove flags with one value each from a command line."""
     kept, words = list[str](), iter(argv)
     for word in words:
         if word in flags:
@@ -130,7 +130,7 @@ def _without(argv: list[str], flags: set[str]) -> list[str]:
 
 @contextmanager
 def machine_of_the_job() -> Iterator[None]:
-    """While this lasts, Megatron checks flags as on a machine with a GPU of any kind and every library."""
+    """Let Megatron check flags, within the context, as if this machine had any GPU and all libraries."""
     newest = SimpleNamespace(major=99)
     manager = "nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager"
     parts = manager.split(".")
@@ -153,7 +153,7 @@ def machine_of_the_job() -> Iterator[None]:
 
 @contextmanager
 def _importable(stubs: Mapping[str, ModuleType]) -> Iterator[None]:
-    """While this lasts, these modules are imported by their names, whatever is installed."""
+    """Make stub modules importable by name within the context, whatever is installed."""
     before = {name: sys.modules[name] for name in stubs if name in sys.modules}
     sys.modules.update(stubs)
     try:
@@ -165,7 +165,7 @@ def _importable(stubs: Mapping[str, ModuleType]) -> Iterator[None]:
 
 
 def without_libraries(config: TransformerConfig) -> list[str]:
-    """Take out of a checked configuration what this machine may lack; a line names the libraries."""
+    """Reset fields of a checked configuration that need missing libraries. Return a line that names the libraries."""
     needed = dict[str, None]()
     for name, (library, without) in OF_LIBRARIES.items():
         if getattr(config, name) != without:

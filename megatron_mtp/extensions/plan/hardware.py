@@ -1,7 +1,7 @@
-"""GPUs: how fast their products, their memory and their links are.
+"""GPUs: peak speed of matrix products, memory and links.
 
-Products are the dense peaks of the data sheets, without sparsity, in FLOP/s; links are one direction, in bytes/s. What
-is reached of a peak is in `Reached`.
+Matrix products use the dense peaks of the data sheets, without sparsity, in FLOP/s; links count one direction, in
+bytes/s. `Reached` has the fraction of each peak that is reached.
 
     H100, H200  nvidia.com/en-us/data-center/h100, h200: 989 TFLOP/s in BF16 and 1,979 in FP8, 3.35 and 4.8 TB/s,
                 NVLink 900 GB/s in both directions; 400 Gb/s InfiniBand a GPU (DGX H100)
@@ -18,17 +18,17 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Reached:
-    """What kernels reach of a peak, and how the passes over activations are counted.
+    """Fractions of the peaks that kernels reach, and the number of passes over activations.
 
-    `head` was measured on an H200 (docs/explanation/evidence_gpu.md), where 3 products of a head of 131,072 entries
-    take 54.6 ms, of which 2.7 are reads and writes of logits; other products are taken to reach as much. The others are
-    assumptions: experts' products are smaller, and published speeds of Qwen3-235B are low; FlashAttention-3 reaches
-    half of the peak with causal masks (arXiv:2407.08608); collectives reach three quarters.
+    `head` was measured on an H200 (docs/explanation/evidence_gpu.md): 3 products of an output layer with 131,072 rows
+    take 54.6 ms, of which 2.7 ms are reads and writes of logits. Other products are assumed to be as efficient. The
+    rest are assumptions: products of experts are smaller, and published speeds of Qwen3-235B are low; FlashAttention-3
+    reaches half of the peak with causal masks (arXiv:2407.08608); collectives reach three quarters.
 
     Attributes:
-        products, head, experts, attention: parts of the peak of products.
-        copies, links: parts of the peaks of memory and links.
-        passes: how often an activation that is kept is read or written in a forward pass; a backward pass takes twice.
+        products, head, experts, attention: fractions of the peak FLOP/s.
+        copies, links: fractions of the peak memory and link bandwidth.
+        passes: reads and writes of each saved activation in a forward pass; a backward pass has twice as many.
     """
 
     products: float = 0.52
@@ -42,15 +42,15 @@ class Reached:
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU of a cluster.
+    """A GPU of a cluster.
 
     Attributes:
-        bf16, fp8: FLOP/s of products.
-        memory: bytes.
-        bandwidth: bytes/s of memory.
+        bf16, fp8: FLOP/s of matrix products.
+        memory: memory in bytes.
+        bandwidth: memory bandwidth in bytes/s.
         link: bytes/s to another GPU of the node, in one direction.
         network: bytes/s to another node, in one direction.
-        node: GPUs of a node.
+        node: GPUs per node.
     """
 
     name: str
@@ -72,12 +72,12 @@ CARDS = {
 }
 
 UNITS = {"bf16": 1e12, "fp8": 1e12, "memory": 1e9, "bandwidth": 1e9, "link": 1e9, "network": 1e9, "node": 1}
-"""What a figure of one's own is counted in: TFLOP/s, GB, GB/s, GPUs."""
+"""Units of custom figures: TFLOP/s, GB, GB/s, GPUs."""
 PARTS = tuple(one.name for one in fields(Reached))
 
 
 def card_of(words: str) -> Card:
-    """The card of `--gpu`: a name of the table, figures of one's own, or both: H100,network=25,products=0.6.
+    """Parse `--gpu`: a name in the table, custom figures, or both, such as H100,network=25,products=0.6.
 
     Raises:
         ValueError: a name or a figure is unknown, or figures are missing.

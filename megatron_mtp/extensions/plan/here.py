@@ -1,6 +1,6 @@
-"""This machine as a card: rates of the products, the attention and the copies of one model, measured within seconds.
+"""Measures this machine within seconds: speed of products, attention and memory for the shapes of one model.
 
-For a CPU, a run in float32 and `--transformer-impl local`; `benchmarks/depth_cost.py` compares with steps.
+Works for CPU runs in float32 with `--transformer-impl local`; `benchmarks/depth_cost.py` compares with training steps.
 """
 
 import os
@@ -18,16 +18,16 @@ from megatron_mtp.extensions.plan.memory import tokens_of
 from megatron_mtp.extensions.plan.sizes import LayerSizes, Model, default_width
 
 TURNS, ROUNDS = 5, 3
-"""Calls of a measurement, and rounds of all measurements, whose medians count."""
+"""Calls per measurement and rounds over all measurements; medians are used."""
 ReadSeconds = Callable[[], float]
 
 
 def card_here(model: Model, clock: ReadSeconds = time.perf_counter) -> Card:
-    """The rates of this machine for the shapes of a model, in FLOP/s and bytes/s; there are no links.
+    """Measure this machine with the shapes of a model, in FLOP/s and bytes/s. There are no links.
 
     Args:
-        model: whose products are measured.
-        clock: seconds; `time.process_time` and one thread on a machine that others use.
+        model: model whose products are measured.
+        clock: function that returns seconds; use `time.process_time` and one thread on a shared machine.
     """
     line, layer = model.line, model.layers[0]
     tokens, hidden = int(tokens_of(line)), line.whole("hidden_size")
@@ -42,7 +42,7 @@ def card_here(model: Model, clock: ReadSeconds = time.perf_counter) -> Card:
             _between(model, clock),
         )
 
-    _, *rounds = [measured() for _ in range(1 + ROUNDS)]  # a process that has just begun is slower
+    _, *rounds = [measured() for _ in range(1 + ROUNDS)]  # the first round is slower
     products, head, attention, bandwidth, between = map(median, zip(*rounds, strict=True))
     rate = sum(6 * tokens * rows * columns for rows, columns in shapes) / products
     head_rate = 6 * tokens * hidden * line.vocabulary / head
@@ -53,7 +53,7 @@ def card_here(model: Model, clock: ReadSeconds = time.perf_counter) -> Card:
 
 
 def _timed(work: Callable[[], object], clock: ReadSeconds) -> float:
-    """Median seconds, the first turn left out."""
+    """Return the median seconds, without the first turn."""
     spent = []
     for _ in range(1 + TURNS):
         began = clock()
@@ -63,7 +63,7 @@ def _timed(work: Callable[[], object], clock: ReadSeconds) -> float:
 
 
 def _products(tokens: int, shapes: Iterable[tuple[int, int]], clock: ReadSeconds) -> float:
-    """Seconds of products with weights, forward and then backward, as a layer has them: caches hold none of it."""
+    """Return the seconds of a layer's products with weights, forward and then backward, with cold caches."""
     made = [
         tuple(torch.randn(shape) for shape in ((tokens, rows), (columns, rows), (tokens, columns), (columns, rows)))
         for rows, columns in shapes
@@ -80,7 +80,7 @@ def _products(tokens: int, shapes: Iterable[tuple[int, int]], clock: ReadSeconds
 
 
 def _attention(layer: LayerSizes, model: Model, clock: ReadSeconds) -> float:
-    """FLOP/s of attention, counted as half of all pairs, forward and 2.5 times as much backward."""
+    """Return the FLOP/s of attention, counting half of all pairs forward and 2.5 times as many backward."""
     line = model.line
     length, batch, heads = line.whole("seq_length"), line.micro_batch_size, layer.scores
     width = layer.pairs // (2 * heads)
@@ -97,7 +97,7 @@ def _attention(layer: LayerSizes, model: Model, clock: ReadSeconds) -> float:
 
 
 class _Gated(torch.autograd.Function):
-    """silu(gate) up, with a backward pass of one operation after the other, as Megatron's is where nothing fuses it."""
+    """silu(gate) * up with an unfused backward pass, as in Megatron without fusion."""
 
     @staticmethod
     def forward(ctx: Any, wide_SBF: Tensor) -> Tensor:
@@ -114,10 +114,10 @@ class _Gated(torch.autograd.Function):
 
 
 def _between(model: Model, clock: ReadSeconds) -> float:
-    """Seconds of what a layer does between its products, forward and backward, without fused kernels.
+    """Return the seconds of a layer's operations between products, forward and backward, without fused kernels.
 
-    Two norms, two sums and a gated activation; queries, keys and values cut from one product, the first two turned, and
-    all three put into the order of attention and back.
+    These are two norms, two sums and a gated activation; splitting queries, keys and values of one product, RoPE of
+    queries and keys, and the transposes of all three for attention and back.
     """
     line, layer = model.line, model.layers[0]
     hidden, ffn, heads = line.whole("hidden_size"), line.ffn_hidden_size or default_width(line), layer.scores
@@ -155,7 +155,7 @@ def _between(model: Model, clock: ReadSeconds) -> float:
 
 
 def _copies(tokens: int, widths: Iterable[int], clock: ReadSeconds) -> float:
-    """Bytes/s that operations on activations of these widths read and write."""
+    """Return the bytes/s that operations on activations of these widths read and write."""
     moved = seconds = 0.0
     for width in widths:
         one, other = torch.randn(tokens, width), torch.randn(tokens, width)

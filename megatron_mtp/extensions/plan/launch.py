@@ -1,8 +1,8 @@
-"""A launch line of Megatron-LM, read for what a plan needs; a Hugging Face folder as such a line.
+"""Reads the flags that a plan needs from a Megatron-LM launch line, or from a Hugging Face folder.
 
-The fields of `Line` are the flags that are read, with Megatron's defaults. All others change no figure of a plan and
-stay in the line, so that `train --dry-run` can check all of them. Megatron's own parser is not asked: importing it
-takes longer than the plan.
+The fields of `Line` are the flags that are read, with Megatron's defaults. All other flags do not affect a plan and
+stay in the line, so that `train --dry-run` can check them. Megatron's own parser is not used: importing it takes longer
+than the plan.
 """
 
 import re
@@ -20,7 +20,7 @@ from megatron_mtp.spec.config import MTPConfig, flag_of
 
 @dataclass(frozen=True)
 class Line:
-    """What is read of a launch line; a field is a flag of that name."""
+    """Flags of a launch line that a plan reads. Each field is the flag with its name."""
 
     num_layers: int | None = None
     hidden_size: int | None = None
@@ -119,7 +119,7 @@ class Line:
 
     @property
     def chunks(self) -> int:
-        """Virtual stages of a pipeline rank."""
+        """Virtual stages per pipeline rank."""
         if self.pipeline_model_parallel_layout is not None:
             return max(1, len(stages_of(self.pipeline_model_parallel_layout)) // self.pipeline_model_parallel_size)
         if self.hybrid_layer_pattern is not None:
@@ -134,30 +134,30 @@ class Line:
 
     @property
     def expert_tensor(self) -> int:
-        """Tensor-parallel size of experts."""
+        """Tensor-parallel size of the experts."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the embedding: Megatron pads to a multiple of the divisor times the tensor-parallel size."""
+        """Rows of the embedding. Megatron pads them to a multiple of the divisor times the tensor-parallel size."""
         step = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
         return -(-self.whole("vocab_size") // step) * step
 
     @property
     def depths(self) -> int:
-        """MTP layers that are trained: the passes of a repeated one."""
+        """Number of depths; for a repeated layer, its passes."""
         return (self.mtp_unroll if self.mtp_use_repeated_layer else None) or self.mtp_num_layers or 0
 
     @property
     def element(self) -> int:
-        """Bytes of an activation."""
+        """Bytes per activation element."""
         return 2 if self.bf16 or self.fp16 else 4
 
     def whole(self, name: str) -> int:
-        """A size that has no default.
+        """Return a size that has no default.
 
         Raises:
-            ValueError: no flag gives it.
+            ValueError: no flag sets it.
         """
         value: int | None = getattr(self, name)
         if value is None:
@@ -165,7 +165,7 @@ class Line:
         return value
 
     def data_parallel(self, gpus: int) -> int:
-        """Replicas on so many GPUs.
+        """Return the number of data-parallel replicas on this number of GPUs.
 
         Raises:
             ValueError: the layout does not fit the GPUs, or experts do not fit the layout.
@@ -179,10 +179,10 @@ class Line:
         return gpus // apart
 
     def microbatches(self, gpus: int) -> int:
-        """Microbatches of a step on every replica.
+        """Return the number of microbatches per step and replica.
 
         Raises:
-            ValueError: the batch does not divide.
+            ValueError: the global batch size is not divisible.
         """
         each = self.data_parallel(gpus) * self.micro_batch_size
         batch = self.global_batch_size or each
@@ -193,14 +193,14 @@ class Line:
 
 KINDS: dict[str, Any] = get_type_hints(Line)
 ALIASES = {"--fp8": "fp8_format", "--recompute-method": "", "--mtp-hsm": ""}
-"""Other words for a flag that is read; "" takes a value that is not read."""
+"""Aliases of flags that are read; "" skips the value of a flag that is not read."""
 
 
 def read(words: Sequence[str]) -> Line:
-    """The line of these words; later flags win, as for argparse.
+    """Parse a launch line. Later flags win, as with argparse.
 
     Raises:
-        ValueError: a flag lacks its value, or has one that it does not take.
+        ValueError: a flag lacks its value, or has an invalid one.
     """
     found: dict[str, Any] = {}
     for flag, values in _flags(words):
@@ -214,11 +214,11 @@ def read(words: Sequence[str]) -> Line:
 
 
 def of_arguments(line: Line, args: Namespace) -> Line:
-    """The line with the values that Megatron's parser has derived or found in a checkpoint, where it keeps their type.
+    """Update a line with the values that Megatron's parser derived or read from a checkpoint, if their types match.
 
     Args:
-        line: as the words give it.
-        args: validated by Megatron.
+        line: line as parsed from the words.
+        args: arguments validated by Megatron.
     """
     derived = {name: getattr(args, name, None) for name, kind in KINDS.items() if get_origin(kind) is not tuple}
     found = {name: value for name, value in derived.items() if value is not None and isinstance(value, KINDS[name])}
@@ -234,7 +234,7 @@ def of_arguments(line: Line, args: Namespace) -> Line:
 
 
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Flags with the words behind them."""
+    """Yield flags with the words that follow them."""
     flag, values = "", list[str]()
     for word in words:
         if re.match(r"--[a-z]", word):
@@ -267,7 +267,7 @@ def _value(flag: str, kind: Any, values: list[str]) -> Any:
 
 
 def without(words: Sequence[str], *names: str) -> list[str]:
-    """The words of a line without these flags and their values."""
+    """Remove flags and their values from the words of a line."""
     gone = {flag_of(name) for name in names}
     kept = list[str]()
     for flag, values in _flags(words):
@@ -277,10 +277,10 @@ def without(words: Sequence[str], *names: str) -> list[str]:
 
 
 def of_folder(folder: Path) -> list[str]:
-    """The flags of a Hugging Face folder's model, by its `config.json` alone.
+    """Return the flags of the model in a Hugging Face folder, using only its `config.json`.
 
     Raises:
-        ValueError: the config is not one that Megatron can train.
+        ValueError: Megatron cannot train a model with this config.
     """
     config = HFConfig.read(folder)
     family = family_of(config)
@@ -293,13 +293,13 @@ def of_folder(folder: Path) -> list[str]:
     return family.flags(complete, Layout(depths))
 
 
-# --- words within a flag ---------------------------------------------------------------------------------------------
+# --- values of flags -------------------------------------------------------------------------------------------------
 
 
 def stages_of(layout: str) -> list[str]:
-    """The stages of Megatron's --pipeline-model-parallel-layout, each as its letters.
+    """Split Megatron's --pipeline-model-parallel-layout into stages, each a string of letters.
 
-    As Megatron does: Et|(tt|)*2mL has the stages Et, tt, tt, mL.
+    Expands repetitions as Megatron does: Et|(tt|)*2mL has the stages Et, tt, tt, mL.
     """
     text = layout.replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
@@ -310,21 +310,21 @@ def stages_of(layout: str) -> list[str]:
 
 
 def trunk_of(pattern: str) -> str:
-    """The trunk's part of a hybrid pattern: what is before the first slash."""
+    """Return the trunk's part of a hybrid pattern, before the first slash."""
     return pattern.split("/")[0]
 
 
 def inner_of(pattern: str) -> str:
-    """The layers of a depth: what is behind the first slash, or the trunk's last ones from the last mixing layer on."""
+    """Return the layers of an MTP layer: after the first slash, or the trunk's from its last mixing layer on."""
     trunk, *depths = pattern.split("/")
     return depths[0] if depths else re.sub(r".*(?=[*MG])", "", trunk.replace("|", ""))
 
 
 def experts_by_layer(text: str, layers: int) -> list[bool]:
-    """Which layers have experts, from --moe-layer-freq: a number, or lists such as ([0]*3+[1]*58).
+    """Parse --moe-layer-freq, a number or lists such as ([0]*3+[1]*58): return whether each layer has experts.
 
     Raises:
-        ValueError: it is neither, or has another number of layers.
+        ValueError: it is neither, or has a different number of layers.
     """
     plain = text.replace(" ", "")
     if plain.isdigit() and int(plain) > 0:

@@ -1,15 +1,15 @@
-"""Bytes of a rank of every pipeline stage.
+"""Computes the memory of a rank, in bytes, for every pipeline stage.
 
-State: a parameter of a BF16 run has 2 bytes, its gradient 4, and Adam's float32 copy and two moments 12, which a
-distributed optimizer cuts over the data-parallel ranks (Megatron's docs/user-guide/features/dist_optimizer.md). Experts
-are cut over expert-parallel ranks, and their optimizer over the replicas that are left.
+State: a parameter in a BF16 run takes 2 bytes, its gradient 4, and Adam's float32 copy and two moments 12, which a
+distributed optimizer shards over the data-parallel ranks (Megatron's docs/user-guide/features/dist_optimizer.md).
+Experts are sharded over expert-parallel ranks, and their optimizer over the remaining replicas.
 
-Activations: what a chunk keeps of a microbatch, times those in flight (`schedule.in_flight`).
+Activations: what a chunk saves per microbatch, times the microbatches in flight (`schedule.in_flight`).
 
-Losses: the trunk's is Megatron's, whose logits are there at once, in BF16 and in float32, unless
---mtp-linear-ce-main. The MTP layers' logits are never: a chunk of them, the gradients of the states [N, H], and the
-smaller one of the head's gradient [V, H] in float32 and those of all logits [N, V]
-(`megatron_mtp/losses/linear_cross_entropy.py`, whose budget of a chunk `CHUNK` repeats).
+Losses: the trunk's loss is Megatron's, which holds all logits at once, in BF16 and in float32, unless
+--mtp-linear-ce-main is set. The MTP layers' losses never hold all logits: they hold one chunk of them, the gradients of
+the states [N, H], and the smaller of the output layer's gradient [V, H] in float32 and the gradients of all logits
+[N, V] (`megatron_mtp/losses/linear_cross_entropy.py`; `CHUNK` repeats its chunk budget).
 """
 
 from collections.abc import Mapping
@@ -21,26 +21,26 @@ from megatron_mtp.extensions.plan.schedule import Pipeline, in_flight
 from megatron_mtp.extensions.plan.sizes import Model, kept_bytes, local_size
 
 CHUNK, LEAST_POSITIONS = 2**30, 256
-"""Bytes of float32 logits of a chunk on a GPU, and the positions that it has at least."""
+"""Bytes of float32 logits in a chunk on a GPU, and its minimum number of positions."""
 CHUNK_ON_CPU, LEAST_ON_CPU = 64 * 2**20, 8 * 2**20
-"""Bytes of float32 logits of a chunk on a CPU, and those that it may have however small the head's gradient is."""
+"""Bytes of float32 logits in a chunk on a CPU, and the bytes it may take even if the weight gradient is small."""
 CONTEXT = 3e9
-"""Bytes that CUDA, NCCL and the libraries' workspaces take: an assumption."""
+"""Bytes for CUDA, NCCL and library workspaces (assumed)."""
 FILLED = 0.94
-"""Part of a card's memory that a run fills before fragments of the allocator end it: an assumption."""
+"""Fraction of a GPU's memory that a run can use before fragmentation causes out-of-memory errors (assumed)."""
 
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of a rank of a stage, by what they are for."""
+    """Bytes on a rank of a stage, by purpose."""
 
     parts: Mapping[str, float]
 
     @property
     def total(self) -> float:
-        """Bytes of the rank."""
+        """Total bytes on the rank."""
         return sum(self.parts.values())
 
 
@@ -48,7 +48,7 @@ PARTS = ("weights and gradients", "optimizer", "MTP layers", "embedding copies",
 
 
 def memory_of(model: Model, placement: Placement, pipeline: Pipeline, gpus: int) -> list[Held]:
-    """What a rank of every stage holds at its fullest, parts as in `PARTS`."""
+    """Return the peak memory of a rank for every stage, by the parts in `PARTS`."""
     return [_of_rank(model, placement, pipeline, rank, gpus) for rank in range(placement.ranks)]
 
 
@@ -81,36 +81,36 @@ def _of_rank(model: Model, placement: Placement, pipeline: Pipeline, rank: int, 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of parameters, by what the launch line says of precisions and optimizer."""
+    """Bytes per parameter, for the precision and optimizer of the launch line."""
 
     line: Line
     gpus: int
 
     @property
     def weight(self) -> int:
-        """Bytes of a weight."""
+        """Bytes per weight."""
         return 1 if self.line.fp8_param_gather and self.line.fp8_format else self.line.element
 
     @property
     def gradient(self) -> int:
-        """Bytes of a summed gradient."""
+        """Bytes per accumulated gradient element."""
         in_16_bits = self.line.element == 2 and (self.line.grad_reduce_in_bf16 or self.line.main_grads_dtype != "fp32")
         return 2 if in_16_bits else 4
 
     @property
     def moments(self) -> float:
-        """Bytes of a parameter's optimizer state, before it is cut; a run in float32 needs no copy of the weight."""
+        """Bytes of optimizer state per parameter, before sharding; a float32 run needs no copy of the weight."""
         line = self.line
         copy = DTYPES[line.main_params_dtype] if line.element == 2 else 0
         kept = {"adam": DTYPES[line.exp_avg_dtype] + DTYPES[line.exp_avg_sq_dtype], "sgd": 0}.get(line.optimizer, 4)
         return (copy + kept) * ((1 - line.optimizer_offload_fraction) if line.optimizer_cpu_offload else 1)
 
     def held(self, dense: float, experts: float, trains: bool = True) -> float:
-        """Bytes of weights and gradients."""
+        """Return the bytes of weights and gradients."""
         return (dense + experts) * (self.weight + (self.gradient if trains else 0))
 
     def optimizer(self, dense: float, experts: float, trains: bool = True) -> float:
-        """Bytes of the optimizer's state on a rank."""
+        """Return the bytes of optimizer state on a rank."""
         line = self.line
         if not trains:
             return 0.0
@@ -122,7 +122,7 @@ class States:
 
 
 def kept_bytes_of_chunk(model: Model, chunk: StageChunk) -> float:
-    """Bytes that a chunk keeps of a microbatch; every pass of a repeated depth keeps its own."""
+    """Return the bytes that a chunk saves per microbatch; every pass of a repeated MTP layer saves its own."""
     line = model.line
     passes = chunk.depths and line.depths
     a_token = sum(kept_bytes(layer, line) for layer in model.layers[chunk.first : chunk.end])
@@ -135,7 +135,7 @@ def kept_bytes_of_chunk(model: Model, chunk: StageChunk) -> float:
 
 
 def scores_bytes(model: Model, chunk: StageChunk) -> float:
-    """Bytes of the masks that attention without Transformer Engine keeps: of every pair of tokens a number."""
+    """Return the bytes of masks that attention without Transformer Engine saves: one element per pair of tokens."""
     line = model.line
     if line.transformer_impl != "local" or line.recompute_granularity == "full":
         return 0.0
@@ -144,7 +144,7 @@ def scores_bytes(model: Model, chunk: StageChunk) -> float:
 
 
 def _working(model: Model, chunks: tuple[StageChunk, ...]) -> float:
-    """With full recomputation, the activations of the one layer that is made again."""
+    """Return the activations of the one layer being recomputed, under full recomputation."""
     line = model.line
     layers = [layer for chunk in chunks for layer in model.layers[chunk.first : chunk.end]]
     if line.recompute_granularity != "full" or not layers:
@@ -154,17 +154,17 @@ def _working(model: Model, chunks: tuple[StageChunk, ...]) -> float:
 
 
 def tokens_of(line: Line) -> float:
-    """Tokens of a microbatch on a context rank."""
+    """Return the tokens of a microbatch on a context-parallel rank."""
     return line.micro_batch_size * line.whole("seq_length") / line.context_parallel_size
 
 
 def sequence_ranks(line: Line) -> int:
-    """Ranks that tokens are cut over outside of attention and MLPs."""
+    """Return the number of ranks that share the tokens outside of attention and MLPs."""
     return line.tensor_model_parallel_size if line.sequence_parallel else 1
 
 
 def loss_bytes(model: Model, depths: int) -> float:
-    """What the losses keep for the backward pass, and the largest of what they need beside it."""
+    """Return the bytes that losses save for the backward pass, and the largest temporary bytes in addition."""
     line = model.line
     entries = line.vocabulary / line.tensor_model_parallel_size
     whole = 0.0 if line.mtp_linear_ce_main else tokens_of(line) * entries * whole_logit(line)
@@ -176,18 +176,18 @@ def loss_bytes(model: Model, depths: int) -> float:
 
 
 def whole_logit(line: Line) -> int:
-    """Bytes of a logit of Megatron's loss: the product, and its copy in float32, in which probabilities are made."""
+    """Return the bytes per logit in Megatron's loss: the product and its float32 copy, which becomes probabilities."""
     return 4 if line.element == 4 else 2 + 4
 
 
 def chunked_bytes(rows: float, entries: float, line: Line, budget: int = CHUNK) -> float:
-    """Bytes of a loss in chunks over so many rows: positions times depths."""
+    """Return the bytes of a loss in chunks for a number of rows (positions times depths)."""
     if not rows:
         return 0.0
     hidden, element = line.whole("hidden_size"), line.element
     keeps_logits = rows * element <= 4 * hidden
-    beside = max(hidden, rows // 4) / 2  # positions of a chunk beside the head's gradient
-    if line.transformer_impl == "local":  # as on a CPU
+    beside = max(hidden, rows // 4) / 2  # positions of a chunk next to the weight gradient
+    if line.transformer_impl == "local":  # taken as a CPU run
         budget, least = CHUNK_ON_CPU, LEAST_ON_CPU / (4 * entries)
         fourth = (rows + hidden) / 4 - hidden - rows * hidden / entries
         beside = max(hidden if rows < 4 * hidden else fourth, least)

@@ -1,4 +1,4 @@
-"""The plan as one HTML page that needs no network: step time by placement, stages as bars of memory and time."""
+"""Renders the plan as a self-contained HTML page: step time by placement, and bars of memory and time per stage."""
 
 from collections.abc import Iterable
 from html import escape
@@ -20,7 +20,7 @@ COLORS = (
 
 
 def page(plan: Plan, drafting: Drafting | None) -> str:
-    """The whole document, plotly's script in it, so that it needs no network."""
+    """Render the whole document, including plotly's script, so that it needs no network."""
     figures = [_placements(plan), _bars(plan, "memory of a rank, GiB"), _bars(plan, "seconds of a step")]
     if drafting is not None:
         figures.append(_speed_up(drafting))
@@ -41,7 +41,7 @@ def page(plan: Plan, drafting: Drafting | None) -> str:
 
 
 def _placements(plan: Plan) -> go.Figure:
-    """Seconds of a step over D, a color a placement; one that does not fit is pale."""
+    """Plot the seconds of a step over D, with a color per placement; placements that do not fit are pale."""
     names = dict.fromkeys(option.name for option in plan.options)
     bars = []
     for number, name in enumerate(names):
@@ -54,7 +54,7 @@ def _placements(plan: Plan) -> go.Figure:
 
 
 def _bars(plan: Plan, title: str) -> go.Figure:
-    """Stages of every D with its best placement, stacked by part."""
+    """Plot the stages of the best placement for every D, stacked by part."""
     counts = sorted({option.depths for option in plan.options})
     figure = make_subplots(1, len(counts), shared_yaxes=True, subplot_titles=[f"D = {count}" for count in counts])
     for column, count in enumerate(counts, start=1):
@@ -80,7 +80,7 @@ def _parts(option: Option, title: str) -> Iterable[tuple[str, list[float]]]:
 
 
 def _speed_up(drafting: Drafting) -> go.Figure:
-    """Speed-up over K, a line a batch size."""
+    """Plot the speed-up over K, with a line per batch size."""
     counts = list(range(1, MOST + 1))
     lines = [
         go.Scatter(x=counts, y=speeds, name=f"batch {batch}", line={"color": COLORS[number % len(COLORS)]})

@@ -1,10 +1,10 @@
-"""Which layers every stage of a pipeline holds.
+"""Placements: which layers each pipeline stage holds.
 
-A placement is a list of chunks in the order of the model. With p pipeline ranks, chunk c is on rank c % p, as in
-Megatron's interleaved schedule. All MTP layers are in one chunk, and only in the last virtual stage of a rank other
-than the first (`PipelineParallelLayerLayout.validate_layer_layout`).
+A placement is a list of chunks in model order. With p pipeline ranks, chunk c is on rank c % p, as in Megatron's
+interleaved schedule. All MTP layers are in one chunk, which must be the last virtual stage of a rank other than the
+first (`PipelineParallelLayerLayout.validate_layer_layout`).
 
-    Et|tt|tmL      E embedding, t a layer of the trunk, m a depth, L head and losses
+    Et|tt|tmL      E embedding, t trunk layer, m MTP layer, L output layer and losses
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from megatron_mtp.extensions.plan.launch import Line, inner_of, stages_of, trunk
 
 @dataclass(frozen=True)
 class StageChunk:
-    """A stage, virtual or not: trunk layers from `first` up to `end`, MTP layers, embedding, head and losses."""
+    """A stage, virtual or not: trunk layers `first` to `end` - 1, MTP layers, embedding, output layer and losses."""
 
     first: int
     end: int
@@ -30,22 +30,22 @@ class StageChunk:
 
 @dataclass(frozen=True)
 class Placement:
-    """Chunks of a model in its order, over `ranks` pipeline ranks."""
+    """Chunks of a model in order, over `ranks` pipeline ranks."""
 
     chunks: tuple[StageChunk, ...]
     ranks: int
 
     @property
     def virtual(self) -> int:
-        """Chunks of a rank."""
+        """Chunks per rank."""
         return len(self.chunks) // self.ranks
 
     def of_rank(self, rank: int) -> tuple[StageChunk, ...]:
-        """The chunks of a rank."""
+        """Return the chunks of a rank."""
         return self.chunks[rank :: self.ranks]
 
     def layout(self) -> str:
-        """Megatron's layout string; three and more equal stages in a row are written once."""
+        """Return Megatron's layout string, with three or more equal stages in a row abbreviated."""
         stages = [str(chunk) for chunk in self.chunks]
         written = []
         for stage, group in groupby(stages[:-1]):
@@ -55,7 +55,7 @@ class Placement:
 
 
 def of_counts(counts: Sequence[int], depths: int, ranks: int, alone: bool = False) -> Placement:
-    """A placement of so many trunk layers a chunk; MTP layers in the last chunk, or alone in the one before it."""
+    """Build a placement from trunk layers per chunk, with MTP layers in the last chunk or alone in the one before."""
     ends = list(accumulate(counts))
     last = len(counts) - 1
     holds = last - 1 if alone and depths else last
@@ -69,13 +69,13 @@ def of_counts(counts: Sequence[int], depths: int, ranks: int, alone: bool = Fals
 
 
 def even(layers: int, depths: int, ranks: int, virtual: int) -> Placement:
-    """Layers spread evenly, the first chunks having one more; MTP layers, head and losses on the last chunk."""
+    """Spread layers evenly, with one more in the first chunks; MTP layers, output layer and losses in the last."""
     chunks = ranks * virtual
     return of_counts([layers // chunks + (number < layers % chunks) for number in range(chunks)], depths, ranks)
 
 
 def of_line(line: Line, layers: int) -> Placement:
-    """The placement that a launch line gives.
+    """Return the placement in a launch line.
 
     Raises:
         ValueError: the stages do not fit the layers, the MTP layers or the ranks.
@@ -133,10 +133,10 @@ def _of_layout(layout: str, layers: int, depths: int, ranks: int) -> Placement:
 
 @dataclass(frozen=True)
 class Loads:
-    """Seconds of a microbatch, forward and backward: of every trunk layer, the embedding, a depth, and the losses.
+    """Seconds per microbatch, forward and backward: each trunk layer, the embedding, an MTP layer, and the losses.
 
     Attributes:
-        tail: of the head and the losses, MTP included.
+        tail: seconds of the output layer and all losses, including MTP's.
     """
 
     layers: tuple[float, ...]
@@ -146,11 +146,11 @@ class Loads:
 
 
 def balanced(loads: Loads, depths: int, ranks: int, virtual: int, alone: bool = False) -> Placement:
-    """The placement whose most loaded rank has least to do, and then whose longest chunk is shortest.
+    """Find the placement with the smallest load on the slowest rank, and among these the shortest longest chunk.
 
-    From an even one, a layer goes from a chunk that has much to one that has little, as long as that helps.
+    Starts from an even placement and moves layers from busy chunks to idle ones as long as that helps.
     """
-    fixed = 2 if alone and depths else 0  # the chunk of MTP layers, and the losses behind it
+    fixed = 2 if alone and depths else 0  # the chunk of MTP layers, and the chunk of losses after it
     layers, free = len(loads.layers), ranks * virtual - fixed
     counts = [layers // free + (number < layers % free) for number in range(free)] + [0] * fixed
     ends = [0.0, *accumulate(loads.layers)]
@@ -195,11 +195,11 @@ OF_STAGES = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Flags that a layout takes the place of."""
+"""Flags that a layout replaces."""
 
 
 def flags_of(placement: Placement, line: Line, words: Sequence[str]) -> list[str]:
-    """The words of the launch line with this placement in the place of its own."""
+    """Replace the placement in the words of a launch line."""
     depths = sum(chunk.depths for chunk in placement.chunks)
     if line.hybrid_layer_pattern is not None:
         letters = trunk_of(line.hybrid_layer_pattern).replace("|", "")

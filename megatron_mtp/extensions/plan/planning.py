@@ -1,8 +1,8 @@
-"""Placements of D = 0..4 MTP layers beside each other, and the one that is recommended.
+"""Compares placements of D = 0..4 MTP layers and recommends one.
 
-Every number of MTP layers has up to four placements: the line's own, the naive one (layers spread evenly, MTP layers on
-the last stage), a last stage with fewer layers, and a stage of the MTP layers' own. The recommended one is the fastest
-of those that fit the card's memory.
+For each number of MTP layers there are up to four placements: the launch line's own, the naive one (layers spread
+evenly, MTP layers on the last stage), a last stage with fewer layers, and a separate stage for the MTP layers. The
+fastest one that fits the GPU's memory is recommended.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ MOST_DEPTHS = 4
 
 @dataclass(frozen=True)
 class Option:
-    """A placement of so many MTP layers, with its memory and time."""
+    """A placement for a number of MTP layers, with its memory and time."""
 
     depths: int
     name: str
@@ -33,17 +33,17 @@ class Option:
 
     @property
     def fullest(self) -> float:
-        """Bytes of the fullest stage."""
+        """Bytes of the stage with the most memory."""
         return max(held.total for held in self.memory)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All options of a launch line.
+    """All options for a launch line.
 
     Attributes:
-        words: of the launch line.
-        depths: the number of MTP layers that is planned for.
+        words: words of the launch line.
+        depths: number of MTP layers to plan for.
     """
 
     words: tuple[str, ...]
@@ -54,40 +54,41 @@ class Plan:
     options: tuple[Option, ...]
 
     def of(self, depths: int, name: str | None = None) -> list[Option]:
-        """The options of so many MTP layers, the fastest first; of one name if it is given."""
+        """Return the options for a number of MTP layers, fastest first; only those with this name if given."""
         found = [one for one in self.options if one.depths == depths and name in (None, one.name)]
         return sorted(found, key=lambda one: (not one.fits, one.time.seconds))
 
     @property
     def recommended(self) -> Option:
-        """The fastest option of the planned MTP layers that fits; the fastest of all if none does."""
+        """Fastest option for the planned MTP layers that fits in memory, or the fastest of all if none fits."""
         return self.of(self.depths)[0]
 
     @property
     def margin(self) -> float:
-        """The part of the naive placement's step that the recommended one saves."""
+        """Fraction of the naive placement's step time that the recommended placement saves."""
         naive = self.of(self.depths, NAIVE)[0].time.seconds
         return 1 - self.recommended.time.seconds / naive
 
     def overhead(self, depths: int) -> float:
-        """The part of a step without MTP layers that so many add, each with its best placement."""
+        """Return the added time relative to a step without MTP layers, each with its best placement."""
         return self.of(depths)[0].time.seconds / self.of(0)[0].time.seconds - 1
 
     @property
     def flags(self) -> list[str]:
-        """The launch line with the recommended placement."""
+        """Launch line with the recommended placement."""
         return flags_of(self.recommended.placement, self.model.line, self.words)
 
 
 def plan(words: Sequence[str], card: Card, gpus: int, depths: int | None = None, seconds: float | None = None) -> Plan:
-    """The plan of a launch line.
+    """Plan a launch line.
 
     Args:
         words: the launch line.
-        card: every GPU of the job.
-        gpus: their number.
-        depths: to plan for (None: the line's, or 1).
-        seconds: a measured step of the line without MTP layers, which all but head and losses is scaled to.
+        card: type of all GPUs of the job.
+        gpus: number of GPUs.
+        depths: number of MTP layers to plan for; None for the line's, or 1.
+        seconds: measured step time of the line without MTP layers; everything but output layer and losses is scaled to
+            match it.
 
     Raises:
         ValueError: the line lacks a size, or does not fit the GPUs.
@@ -102,7 +103,7 @@ def plan(words: Sequence[str], card: Card, gpus: int, depths: int | None = None,
 
 
 def with_depths(line: Line, depths: int) -> Line:
-    """The line with so many MTP layers, its own placement taken out where it has another number of them."""
+    """Set the number of MTP layers of a line; its placement is dropped if it has a different number."""
     if line.hybrid_layer_pattern is not None:
         pattern = line.hybrid_layer_pattern
         changed = replace(line, hybrid_layer_pattern="/".join([trunk_of(pattern), *[inner_of(pattern)] * depths]))
@@ -121,10 +122,10 @@ def with_depths(line: Line, depths: int) -> Line:
 
 
 def calibrated(line: Line, card: Card, gpus: int, seconds: float) -> float:
-    """The factor of all but head and losses with which a step without MTP layers takes so many seconds, by bisection.
+    """Find the factor for everything but output layer and losses that matches a measured step, by bisection.
 
     Raises:
-        ValueError: the head alone takes longer.
+        ValueError: output layer and losses alone take longer than the step.
     """
     model, pipeline = model_of(line), pipeline_of(line, gpus)
     placement = even(len(model.layers), 0, line.pipeline_model_parallel_size, line.chunks)
@@ -147,7 +148,7 @@ def calibrated(line: Line, card: Card, gpus: int, seconds: float) -> float:
 
 
 def pipeline_of(line: Line, gpus: int) -> Pipeline:
-    """The schedule of a line."""
+    """Return the pipeline schedule of a line."""
     ranks, virtual = line.pipeline_model_parallel_size, line.chunks
     group = line.microbatch_group_size_per_virtual_pipeline_stage or ranks
     ahead = int(line.overlap_moe_expert_parallel_comm and virtual > 1)
@@ -165,7 +166,7 @@ def _options(line: Line, depths: int, card: Card, gpus: int, slower: float) -> I
 
 
 def _placements(line: Line, changed: Line, model: Model, clock: Clock) -> Iterator[tuple[str, Placement]]:
-    """Placements by name; one that equals an earlier one is left out."""
+    """Return placements by name, without duplicates."""
     ranks, virtual, layers = line.pipeline_model_parallel_size, line.chunks, len(model.layers)
     depths = changed.mtp_num_layers or 0
     naive = even(layers, depths, ranks, virtual)
@@ -180,13 +181,13 @@ def _placements(line: Line, changed: Line, model: Model, clock: Clock) -> Iterat
     if (lighter := balanced(loads, depths, ranks, virtual)) not in seen:
         seen.add(lighter)
         yield LIGHTER, lighter
-    # Megatron has a stage of their own for MTP layers of a GPT alone, and not on the first rank.
+    # Megatron supports a separate stage for MTP layers only for GPT models, and not on the first rank.
     if depths and line.hybrid_layer_pattern is None and ranks > 2:
         yield ALONE, balanced(loads, depths, ranks, virtual, alone=True)
 
 
 def _places(line: Line) -> bool:
-    """Return whether the line says where layers are."""
+    """Return whether the line places layers explicitly."""
     names = ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
     return any(getattr(line, name) is not None for name in names) or (
         "|" in (line.hybrid_layer_pattern or "")

@@ -1,4 +1,4 @@
-"""A plan as text for a terminal, and as JSON."""
+"""Formats a plan as text for a terminal, and as JSON."""
 
 import shlex
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from megatron_mtp.extensions.plan.step_time import OF_STEP, PARTS
 
 @dataclass(frozen=True)
 class Drafting:
-    """What drafting will bring: a decoder, an acceptance, and the batch sizes to show."""
+    """Predicted drafting speed: decoder, acceptance, and the batch sizes to show."""
 
     decoder: DraftDecoder
     accepted: Accepted
     batches: tuple[int, ...]
 
     def table(self) -> dict[int, list[float]]:
-        """Speed-ups of K = 1..7 by batch size."""
+        """Return the speed-ups for K = 1..7 by batch size."""
         counts = range(1, MOST + 1)
         return {
             batch: [self.decoder.speed_up(self.accepted, count, batch) for count in counts] for batch in self.batches
@@ -30,7 +30,7 @@ class Drafting:
 
 
 def as_json(plan: Plan, drafting: Drafting | None) -> dict[str, Any]:
-    """The plan's figures for --json, in bytes and seconds."""
+    """Return the plan's figures for --json, in bytes and seconds."""
     line = plan.model.line
     found: dict[str, Any] = {
         "gpu": plan.card.name,
@@ -71,7 +71,7 @@ def _option_json(plan: Plan, option: Option) -> dict[str, Any]:
 
 
 def as_text(plan: Plan, drafting: Drafting | None) -> str:
-    """The plan for a terminal."""
+    """Format the plan for a terminal."""
     line, best = plan.model.line, plan.recommended
     sizes = {
         "data": line.data_parallel(plan.gpus),
@@ -109,7 +109,7 @@ def _options(plan: Plan) -> str:
 
 
 def _stages(option: Option) -> str:
-    """First, fullest and last chunks: layouts of many layers are long."""
+    """Summarize the first, largest and last chunks, since layouts of many layers are long."""
     chunks = option.placement.chunks
     counts = [chunk.end - chunk.first for chunk in chunks]
     if len(chunks) == 1:
@@ -123,7 +123,7 @@ def _memory(option: Option) -> str:
 
 
 def memory_table(stages: Sequence[Held]) -> str:
-    """What a rank of every stage holds, in GiB."""
+    """Format the memory of a rank for every stage, in GiB."""
     rows: list[tuple[str, ...]] = [("stage", *HELD, "GiB")]
     for rank, held in enumerate(stages):
         cells = [f"{held.parts[part] / GIB:.2f}" for part in HELD]

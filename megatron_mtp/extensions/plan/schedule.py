@@ -1,10 +1,10 @@
-"""Order and time of Megatron's pipeline schedules.
+"""Simulates the order and time of Megatron's pipeline schedules.
 
-Without virtual stages, rank r of p runs p - r - 1 forwards, then one forward and one backward in turns, then the
-backwards that are left (1F1B; Narayanan et al., arXiv:2104.04473, section 2.2.1). With v virtual stages, microbatches
-go through a rank in groups, each group through all of its chunks, and the forwards ahead are 2 (p - r - 1) + (v - 1) g
-for groups of g (section 2.2.2). `order` is what Megatron's `get_schedule_table` and `get_pp_rank_microbatches` say; a
-test compares them, and a pipeline that runs over gloo.
+Without virtual stages, rank r of p runs p - r - 1 forwards, then alternates one forward and one backward, then runs the
+remaining backwards (1F1B; Narayanan et al., arXiv:2104.04473, section 2.2.1). With v virtual stages, microbatches pass
+through a rank in groups, each group through all of its chunks, and there are 2 (p - r - 1) + (v - 1) g warm-up forwards
+for groups of g (section 2.2.2). `order` follows Megatron's `get_schedule_table` and `get_pp_rank_microbatches`; tests
+compare it with these and with a pipeline over gloo.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from functools import cache
 FORWARD, BACKWARD = "F", "B"
 
 ChunkPass = tuple[str, int, int]
-"""`FORWARD` or `BACKWARD`, the virtual stage and the microbatch."""
+"""`FORWARD` or `BACKWARD`, virtual stage and microbatch."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Pipeline:
     """The shape of a schedule.
 
     Attributes:
-        ranks, virtual: pipeline ranks, and virtual stages of each.
-        microbatches: of a step.
-        group: microbatches that go through a virtual stage before the next one's turn.
-        ahead: further forwards of an interleaved schedule (--overlap-moe-expert-parallel-comm: 1).
+        ranks, virtual: number of pipeline ranks, and virtual stages per rank.
+        microbatches: microbatches per step.
+        group: microbatches that pass through a virtual stage before the next stage's turn.
+        ahead: additional warm-up forwards of an interleaved schedule (--overlap-moe-expert-parallel-comm: 1).
     """
 
     ranks: int
@@ -35,7 +35,7 @@ class Pipeline:
     ahead: int = 0
 
     def warm_up(self, rank: int) -> int:
-        """Forwards of a rank before its first backward."""
+        """Return the number of forwards of a rank before its first backward."""
         if self.ranks == 1 and self.virtual == 1:
             return 0
         wanted = self.ranks - rank - 1
@@ -46,7 +46,7 @@ class Pipeline:
 
 @cache
 def table(pipeline: Pipeline) -> tuple[tuple[int, int], ...]:
-    """Microbatch and virtual stage of every forward of a rank, in order."""
+    """Return microbatch and virtual stage of every forward of a rank, in order."""
     rows = list[tuple[int, int]]()
     for start in range(0, pipeline.microbatches, pipeline.group):
         group = range(start, min(start + pipeline.group, pipeline.microbatches))
@@ -55,7 +55,7 @@ def table(pipeline: Pipeline) -> tuple[tuple[int, int], ...]:
 
 
 def order(pipeline: Pipeline, rank: int) -> list[ChunkPass]:
-    """Steps of a rank, first to last."""
+    """Return the forwards and backwards of a rank, in order."""
     rows, last = table(pipeline), pipeline.virtual - 1
     forwards: list[ChunkPass] = [(FORWARD, chunk, microbatch) for microbatch, chunk in rows]
     backwards: list[ChunkPass] = [(BACKWARD, last - chunk, microbatch) for microbatch, chunk in rows]
@@ -67,7 +67,7 @@ def order(pipeline: Pipeline, rank: int) -> list[ChunkPass]:
 
 
 def in_flight(pipeline: Pipeline, rank: int, weights: Sequence[float]) -> float:
-    """The most that a rank keeps at once: the sum over microbatches, each with the weight of its virtual stage."""
+    """Return a rank's peak activations: microbatches in flight, each weighted with its virtual stage's size."""
     held = most = 0.0
     for kind, chunk, _ in order(pipeline, rank):
         held += weights[chunk] if kind == FORWARD else -weights[chunk]
@@ -77,18 +77,18 @@ def in_flight(pipeline: Pipeline, rank: int, weights: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Seconds of a step of the pipeline, and of these, what every rank works."""
+    """Seconds of a step of the pipeline, and the busy seconds of every rank."""
 
     seconds: float
     busy: tuple[float, ...]
 
 
 def simulate(pipeline: Pipeline, forward: Sequence[float], backward: Sequence[float], hop: float = 0.0) -> Timeline:
-    """Run the schedule: a step begins when the rank is free and what it waits for has arrived.
+    """Simulate the schedule: a pass starts when its rank is free and its input has arrived.
 
     Args:
-        pipeline: its shape.
-        forward, backward: seconds of a microbatch in every chunk, in the order of the model.
+        pipeline: shape of the schedule.
+        forward, backward: seconds per microbatch for every chunk, in model order.
         hop: seconds between the end of a chunk and the arrival at the next one.
     """
     ranks, chunks = pipeline.ranks, len(forward)
@@ -123,9 +123,7 @@ def simulate(pipeline: Pipeline, forward: Sequence[float], backward: Sequence[fl
             place += 1
         places[rank], free[rank] = place, now
         waiting += [other for other in touched if other != rank and other not in waiting]
-    assert all(place == len(steps) for place, steps in zip(places, orders, strict=True)), (
-        "the schedule waits in a circle"
-    )
+    assert all(place == len(steps) for place, steps in zip(places, orders, strict=True)), "the schedule is deadlocked"
     sums = [forward[chunk] + backward[chunk] for chunk in range(chunks)]
     busy = tuple(pipeline.microbatches * sum(sums[rank::ranks]) for rank in range(ranks))
     return Timeline(max(free), busy)

@@ -1,14 +1,14 @@
-"""Layers as what they cost: products with weights, attention's scores, and activations kept for the backward pass.
+"""Sizes of layers: matrix products, attention scores, and activations saved for the backward pass.
 
-A layer's parameters are the sum of rows x columns of its products and of its vectors. A token needs as many
-multiply-adds as the products that are used on it; half of the pairs of a causal attention exist, each with
-heads x (width of queries + width of values).
+A layer's parameters are the rows x columns of its products plus its vectors. A token costs one multiply-add per weight
+of the products that it uses; causal attention has half of all pairs, each with heads x (width of queries + width of
+values) multiply-adds.
 
-What a layer keeps is counted as in Korthikanti et al. (arXiv:2205.05198, section 4), tensor by tensor, without scores,
-which fused attention makes again. For GPT-3's layer with dropout it is their 34 bytes - 16 of them over tensor ranks
-where there is no sequence parallelism - per token and channel (`tests/extensions/plan/test_sizes.py`).
+Saved activations are counted tensor by tensor, as in Korthikanti et al. (arXiv:2205.05198, section 4), without scores,
+which fused attention recomputes. For GPT-3's layer with dropout they are the paper's 34 bytes per token and channel, 16
+of which are not split over tensor-parallel ranks without sequence parallelism (`tests/extensions/plan/test_sizes.py`).
 
-    letter   layer of a hybrid pattern            Megatron's flag
+    symbol   layer of a hybrid pattern            Megatron's flag
     *        attention                            --num-attention-heads, --multi-latent-attention
     -  E     MLP, experts                         --ffn-hidden-size, --num-experts
     M  G     Mamba-2, Gated DeltaNet              --mamba-*, --linear-*
@@ -21,18 +21,18 @@ from itertools import chain
 from megatron_mtp.extensions.plan.launch import Line, experts_by_layer, inner_of, trunk_of
 
 TENSOR, WHOLE, EXPERTS = "tensor", "whole", "experts"
-"""How a weight is held: cut over tensor ranks, by every one of them, or cut over expert ranks."""
+"""How a weight is distributed: split over tensor-parallel ranks, replicated on them, or split over expert ranks."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """A weight [rows, columns], and its product with tokens.
+    """A weight [rows, columns] and its product with tokens.
 
     Attributes:
         held: `TENSOR`, `WHOLE` or `EXPERTS`.
-        stored: copies with weights of their own, such as experts.
-        used: of these, how many a token is multiplied with.
-        module: the word of --recompute-modules that runs it again in the backward pass.
+        stored: number of such weights, for example one per expert.
+        used: number of these that a token is multiplied with.
+        module: value of --recompute-modules that recomputes it in the backward pass.
     """
 
     rows: int
@@ -49,18 +49,18 @@ class Product:
 
     @property
     def work(self) -> int:
-        """Multiply-adds of a token in a forward pass."""
+        """Multiply-adds per token in a forward pass."""
         return self.rows * self.columns * self.used
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Elements of a token that a layer keeps for its backward pass.
+    """Elements per token that a layer saves for its backward pass.
 
     Attributes:
-        held: `TENSOR` if tensor ranks share it always, `WHOLE` if only with sequence parallelism.
-        module: the word of --recompute-modules that leaves it out.
-        enters_product: it is the input of a product, and 8 bits wide in FP8.
+        held: `TENSOR` if they are always split over tensor-parallel ranks, `WHOLE` if only with sequence parallelism.
+        module: value of --recompute-modules with which they are not saved.
+        enters_product: whether they are the input of a product, which is stored in 8 bits in FP8 runs.
     """
 
     elements: float
@@ -71,16 +71,16 @@ class Kept:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """One layer, of a GPT or of a hybrid pattern.
+    """Sizes of a layer of a GPT or a hybrid pattern.
 
     Attributes:
         vectors: parameters of norms, biases and convolutions.
-        pairs: multiply-adds of two tokens that see each other.
-        states: multiply-adds of a token in a recurrence.
-        scores: heads whose scores an attention without a fused kernel keeps.
-        routed: experts of a token.
-        cache: elements of a token in a cache of keys and values.
-        regions: parts that tensor ranks compute together, with a collective on either side.
+        pairs: multiply-adds per pair of tokens in attention.
+        states: multiply-adds per token in a recurrence.
+        scores: heads whose scores are saved by attention without a fused kernel.
+        routed: experts per token.
+        cache: elements per token in the KV cache.
+        regions: tensor-parallel regions, with a collective on either side.
     """
 
     products: tuple[Product, ...]
@@ -111,11 +111,11 @@ _COUNTS = ("vectors", "pairs", "states", "scores", "routed", "cache", "regions")
 
 @dataclass(frozen=True)
 class Model:
-    """The model of a launch line.
+    """Sizes of the model of a launch line.
 
     Attributes:
-        line: the line.
-        layers: the trunk's, in order.
+        line: the launch line.
+        layers: layers of the trunk, in order.
         depth: an MTP layer: its projection of two states, its norms and its inner layer.
     """
 
@@ -125,31 +125,31 @@ class Model:
 
     @property
     def table(self) -> int:
-        """Parameters of the embedding, and as many of the head."""
+        """Parameters of the embedding; the output layer has as many."""
         return self.line.vocabulary * self.line.whole("hidden_size")
 
     @property
     def drafted(self) -> int:
-        """Entries of the vocabulary that MTP layers have a loss on."""
+        """Number of tokens in the vocabulary of the MTP layers."""
         return self.line.mtp_draft_vocab_size or self.line.vocabulary
 
     @property
     def stored_depths(self) -> int:
-        """MTP layers with weights of their own."""
+        """Number of MTP layers with their own weights."""
         if self.line.mtp_use_repeated_layer:
             return min(self.line.depths, 1)
         return self.line.mtp_num_layers or 0
 
     @property
     def size(self) -> int:
-        """Parameters of everything, MTP layers too."""
+        """All parameters, including MTP layers."""
         tables = self.table * (2 if self.line.untie_embeddings_and_output_weights else 1)
         final = _norm(self.line, self.line.whole("hidden_size"))
         return sum(layer.size for layer in self.layers) + tables + final + self.depth.size * self.stored_depths
 
 
 def model_of(line: Line) -> Model:
-    """The model of a line; ValueError where a size is missing, or a letter of the pattern unknown."""
+    """Return the model of a line. Raise ValueError if a size is missing or a symbol of the pattern is unknown."""
     hidden = line.whole("hidden_size")
     if line.hybrid_layer_pattern is None:
         experts = experts_by_layer(line.moe_layer_freq, line.whole("num_layers")) if line.num_experts else []
@@ -188,9 +188,9 @@ def _norm(line: Line, width: int) -> int:
 
 
 def _around(line: Line) -> tuple[Kept, ...]:
-    """The input of a layer's norm, the norm's output, and the mask of a dropout behind the layer, 1 byte an element.
+    """Return what is saved around a layer: input and output of its norm, and a dropout mask of 1 byte per element.
 
-    Without Transformer Engine three more states of an attention and an MLP together: counted in a step on a CPU.
+    Without Transformer Engine, attention and MLP together save three more states, as counted in a step on a CPU.
     """
     hidden = line.whole("hidden_size")
     mask = (Kept(hidden / line.element, WHOLE),) if line.hidden_dropout else ()
@@ -203,12 +203,12 @@ def _biases(line: Line, *widths: int) -> int:
 
 
 def attention(line: Line) -> LayerSizes:
-    """Grouped-query or latent attention."""
+    """Return the sizes of grouped-query or latent attention."""
     return latent(line) if line.multi_latent_attention else grouped(line)
 
 
 def grouped(line: Line) -> LayerSizes:
-    """Queries, keys and values by one product; with a gate, as many gates as queries."""
+    """Return the sizes of grouped-query attention, with one product for queries, keys, values and optional gates."""
     hidden, heads = line.whole("hidden_size"), line.whole("num_attention_heads")
     width = line.kv_channels or hidden // heads
     groups = (line.num_query_groups or 1) if line.group_query_attention else heads
@@ -235,9 +235,9 @@ def grouped(line: Line) -> LayerSizes:
 
 
 def latent(line: Line) -> LayerSizes:
-    """DeepSeek's: queries, keys and values from narrow states (arXiv:2405.04434, section 2.1).
+    """Return the sizes of DeepSeek's latent attention (arXiv:2405.04434, section 2.1).
 
-    Transformer Engine's products that make the narrow states are whole on every tensor rank; Megatron's own are cut.
+    The down-projections are replicated on tensor-parallel ranks with Transformer Engine, and split without it.
     """
     hidden, heads = line.whole("hidden_size"), line.whole("num_attention_heads")
     content, position, value = line.qk_head_dim, line.qk_pos_emb_head_dim, line.v_head_dim
@@ -269,7 +269,7 @@ def latent(line: Line) -> LayerSizes:
 
 
 def mlp(line: Line) -> LayerSizes:
-    """A dense MLP."""
+    """Return the sizes of a dense MLP."""
     hidden = line.whole("hidden_size")
     wide = line.ffn_hidden_size or default_width(line)
     gated = 2 if line.swiglu or line.quick_geglu else 1
@@ -280,13 +280,13 @@ def mlp(line: Line) -> LayerSizes:
 
 
 def default_width(line: Line) -> int:
-    """Megatron's --ffn-hidden-size: 4 H, or with --swiglu two thirds of it, cut to a multiple of 64."""
+    """Return Megatron's default --ffn-hidden-size: 4 H, or with --swiglu 8 H / 3, rounded down to a multiple of 64."""
     hidden = line.whole("hidden_size")
     return int(4 * hidden * 2 / 3 / 64) * 64 if line.swiglu else 4 * hidden
 
 
 def experts(line: Line) -> LayerSizes:
-    """Routed experts, a shared one if there is one, and their router."""
+    """Return the sizes of routed experts, an optional shared expert, and their router."""
     hidden, count, used = line.whole("hidden_size"), line.whole("num_experts"), line.moe_router_topk
     wide, shared = (
         line.moe_ffn_hidden_size or line.ffn_hidden_size or default_width(line),
@@ -317,7 +317,7 @@ def experts(line: Line) -> LayerSizes:
 
 
 def mamba(line: Line) -> LayerSizes:
-    """Mamba-2: one product in, a convolution, a recurrence of head dim x state a head, and one product out."""
+    """Return the sizes of Mamba-2: two products, a convolution, and a recurrence of head dim x state per head."""
     hidden, wide_head, state = line.whole("hidden_size"), line.mamba_head_dim, line.mamba_state_dim
     heads = line.mamba_num_heads or 2 * hidden // wide_head
     wide, mixed = heads * wide_head, 2 * line.mamba_num_groups * state
@@ -329,7 +329,10 @@ def mamba(line: Line) -> LayerSizes:
 
 
 def delta(line: Line) -> LayerSizes:
-    """Gated DeltaNet: queries, keys, values, gates and two numbers a head by one product (arXiv:2412.06464)."""
+    """Return the sizes of Gated DeltaNet (arXiv:2412.06464).
+
+    One product computes queries, keys, values, gates and two numbers per head.
+    """
     hidden = line.whole("hidden_size")
     keys = line.linear_num_key_heads * line.linear_key_head_dim
     heads = line.linear_num_value_heads
@@ -342,20 +345,20 @@ def delta(line: Line) -> LayerSizes:
 
 
 LAYERS: dict[str, Callable[[Line], LayerSizes]] = {"*": attention, "-": mlp, "E": experts, "M": mamba, "G": delta}
-"""Layers by the letters of a hybrid pattern; a GPT's layer is attention and an MLP."""
+"""Layers by symbol of a hybrid pattern. A GPT layer is attention and an MLP."""
 
 
 def work(products: Iterable[Product], line: Line, held: Iterable[str] = (TENSOR, WHOLE, EXPERTS)) -> float:
-    """Multiply-adds of a token on one tensor rank, by how the weights are held.
+    """Return the multiply-adds per token on one tensor-parallel rank, by how the weights are distributed.
 
-    Experts: with tokens of all ranks spread evenly, a rank has as much of them as its own tokens need.
+    Tokens are assumed to be spread evenly over experts, so that a rank does as much work as its own tokens need.
     """
     parts = {TENSOR: line.tensor_model_parallel_size, WHOLE: _sequence(line), EXPERTS: line.tensor_model_parallel_size}
     return sum(one.work / parts[one.held] for one in products if one.held in held)
 
 
 def local_size(layers: Iterable[LayerSizes], line: Line) -> tuple[float, float]:
-    """Parameters that a rank holds of these layers: all but experts, and experts."""
+    """Return a rank's parameters of these layers: all but experts, and experts."""
     together = list(layers)
     of_experts = line.expert_model_parallel_size * line.expert_tensor
     parts = {TENSOR: line.tensor_model_parallel_size, WHOLE: 1}
@@ -366,7 +369,7 @@ def local_size(layers: Iterable[LayerSizes], line: Line) -> tuple[float, float]:
 
 
 def kept_bytes(layer: LayerSizes, line: Line) -> float:
-    """Bytes of a token of one context rank that a rank keeps of a layer, with the line's recomputation."""
+    """Return the bytes per token that a rank saves for a layer, with the line's recomputation."""
     if line.recompute_granularity == "full":
         return line.whole("hidden_size") * line.element / _sequence(line)
     left_out = set(line.recompute_modules) if line.recompute_granularity == "selective" else set()

@@ -1,12 +1,13 @@
-"""Seconds of a training step, by part.
+"""Computes the seconds of a training step, by part.
 
-A product of a weight [r, c] with N tokens takes 2 N r c / rate, and twice that in the backward pass. Attention has half
-of the pairs of a sequence. What stands between products is as fast as memory: every kept activation is read and written
-`Reached.passes` times. A collective of B bytes over n ranks takes B (n - 1) / n / link; what overlaps with computation
-counts as far as it is longer.
+The product of a weight [r, c] with N tokens takes 2 N r c / rate, and twice that in the backward pass. Attention has
+half of the pairs of a sequence. Operations between products are limited by memory bandwidth: each saved activation is
+read and written `Reached.passes` times. A collective of B bytes over n ranks takes B (n - 1) / n / link; if it overlaps
+with computation, only the excess counts.
 
-The trunk's head has one product forward and two backward. The MTP layers' head has all three in the forward pass, where
-their loss makes its gradients, and reads and writes 6 bytes a logit for `ce` (docs/explanation/design.md).
+The trunk's output layer has one product forward and two backward. For the MTP layers, all three are in the forward
+pass, where their loss computes its gradients, and `ce` reads and writes 6 bytes per logit
+(docs/explanation/design.md).
 """
 
 from collections.abc import Iterable
@@ -20,33 +21,33 @@ from megatron_mtp.extensions.plan.sizes import EXPERTS, TENSOR, WHOLE, LayerSize
 from megatron_mtp.spec.config import loss_parts
 
 PARTS = ("products", "attention", "between products", "head and losses", "tensor parallel", "experts' exchange")
-"""Parts of a microbatch's time in a chunk."""
+"""Parts of the time of a microbatch in a chunk."""
 OF_STEP = ("gradients", "optimizer", "P2P", "bubbles")
-"""Parts of a step that no chunk has."""
+"""Parts of a step outside of the chunks."""
 
 Seconds = dict[str, float]
-"""By part."""
+"""Seconds by part."""
 
 LOGIT_BYTES = {"ce": 6, "kd": 10}
-"""Read and written of a logit by the chunked losses in 16 bits; 14 by the others (docs/explanation/design.md)."""
+"""Bytes read and written per logit by the chunked losses in 16 bits; 14 for others (docs/explanation/design.md)."""
 OF_LABELS = ("ce", "dpace")
-"""Losses without the trunk's logits."""
+"""Losses that do not use the trunk's logits."""
 ONE_BY_ONE = 4
-"""How many times as much an optimizer moves that is not a fused kernel: torch's AdamW has eight operations, each of
-which reads and writes one to three numbers of a parameter."""
+"""Memory traffic of an unfused optimizer relative to a fused one: torch's AdamW has eight operations, each of which
+reads and writes one to three numbers per parameter."""
 WHOLE_LOGIT_BYTES = 34
-"""By Megatron's cross-entropy of all logits: 16,384 x 131,072 of them take an H200 8 ms more than their products."""
+"""Bytes per logit in Megatron's cross-entropy: on an H200, 16,384 x 131,072 logits take 8 ms more than the products."""
 
 
 @dataclass(frozen=True)
 class PassCost:
-    """Seconds of a microbatch by part, forward and backward."""
+    """Seconds per microbatch by part, forward and backward."""
 
     forward: Seconds = field(default_factory=dict)
     backward: Seconds = field(default_factory=dict)
 
     def add(self, part: str, forward: float, backward: float) -> None:
-        """Add to a part."""
+        """Add seconds to a part."""
         self.forward[part] = self.forward.get(part, 0.0) + forward
         self.backward[part] = self.backward.get(part, 0.0) + backward
 
@@ -57,19 +58,19 @@ class PassCost:
         return made
 
     def times(self, factor: float) -> "PassCost":
-        """As many times as long."""
+        """Return the cost multiplied by a factor."""
         return PassCost(
             *({part: factor * value for part, value in one.items()} for one in (self.forward, self.backward))
         )
 
     @property
     def ahead(self) -> float:
-        """The forward pass."""
+        """Seconds of the forward pass."""
         return sum(self.forward.values())
 
     @property
     def back(self) -> float:
-        """The backward pass."""
+        """Seconds of the backward pass."""
         return sum(self.backward.values())
 
     @property
@@ -80,10 +81,10 @@ class PassCost:
 
 @dataclass(frozen=True)
 class Clock:
-    """What parts of a model cost on a card.
+    """Computes the cost of parts of a model on a GPU.
 
     Attributes:
-        slower: factor of all that is not a head, from a measured step (`planning.calibrated`).
+        slower: factor for everything but output layer and losses, from a measured step (`planning.calibrated`).
     """
 
     model: Model
@@ -92,7 +93,7 @@ class Clock:
     slower: float = 1.0
 
     def layer(self, layer: LayerSizes, trains: bool = True) -> PassCost:
-        """A layer of the trunk, or the layer of a depth."""
+        """Return the cost of a trunk layer or an MTP layer."""
         line, reached, cost = self.model.line, self.card.reached, PassCost()
         tokens, backs = tokens_of(line), 2 if trains else 0
         rate = self.card.fp8 if line.fp8_format else self.card.bf16
@@ -115,7 +116,7 @@ class Clock:
         return sum(one.elements / parts[one.held] for one in layer.kept)
 
     def _again(self, layer: LayerSizes) -> PassCost:
-        """What recomputation adds to the backward pass."""
+        """Return the cost that recomputation adds to the backward pass."""
         line, cost = self.model.line, PassCost()
         if line.recompute_granularity is None:
             return cost
@@ -131,7 +132,7 @@ class Clock:
         return cost
 
     def _exchange(self, layer: LayerSizes, cost: PassCost, trains: bool) -> None:
-        """Collectives of tensor, context and expert ranks."""
+        """Return the cost of tensor, context and expert parallel communication."""
         line = self.model.line
         state = tokens_of(line) * line.whole("hidden_size") * line.element
         tensor = line.tensor_model_parallel_size
@@ -152,7 +153,7 @@ class Clock:
             cost.add("experts' exchange", seconds, seconds * trains)
 
     def _dispatch(self, layer: LayerSizes) -> float:
-        """Tokens to their experts and back; a `flex` dispatcher sends a token to a node once."""
+        """Return the cost of sending tokens to experts and back; `flex` sends a token to each node only once."""
         line, card = self.model.line, self.card
         ranks = line.expert_model_parallel_size
         inside = min(ranks, max(1, card.node // line.expert_tensor))
@@ -171,7 +172,7 @@ class Clock:
         return (card.link if ranks <= card.node else card.network) * card.reached.links
 
     def embedding(self) -> PassCost:
-        """Looking rows up, and adding their gradients."""
+        """Return the cost of the embedding lookup and its gradients."""
         line, cost = self.model.line, PassCost()
         moved = tokens_of(line) * line.whole("hidden_size") * line.element
         seconds = 2 * moved / (self.card.bandwidth * self.card.reached.copies)
@@ -179,7 +180,7 @@ class Clock:
         return cost.times(self.slower)
 
     def losses(self, depths: int) -> PassCost:
-        """The trunk's head and loss, and those of so many MTP layers."""
+        """Return the cost of output layer and loss for the trunk and a number of MTP layers."""
         line, cost = self.model.line, PassCost()
         tensor, hidden, tokens = line.tensor_model_parallel_size, line.whole("hidden_size"), tokens_of(line)
         rate = self.card.bf16 * self.card.reached.head
@@ -199,7 +200,7 @@ class Clock:
         return cost
 
     def chunk(self, chunk: StageChunk) -> PassCost:
-        """A microbatch in a chunk."""
+        """Return the cost of a microbatch in a chunk."""
         line, cost = self.model.line, PassCost()
         for layer in self.model.layers[chunk.first : chunk.end]:
             cost += self.of_layer(layer, not line.mtp_train_only)
@@ -210,7 +211,7 @@ class Clock:
         return cost + self.losses(line.depths) if chunk.losses else cost
 
     def of_layer(self, layer: LayerSizes, trains: bool) -> PassCost:
-        """As `layer`, once for equal ones."""
+        """Return `layer`, computed once for equal layers."""
         key = (id(layer), trains)
         if key not in self._made:
             self._made[key] = self.layer(layer, trains)
@@ -219,7 +220,7 @@ class Clock:
     _made: dict[tuple[int, bool], PassCost] = field(default_factory=dict)
 
     def loads(self) -> Loads:
-        """Seconds that `placement.balanced` spreads."""
+        """Return the seconds that `placement.balanced` distributes."""
         line, trains = self.model.line, not self.model.line.mtp_train_only
         layers = tuple(self.of_layer(layer, trains).total for layer in self.model.layers)
         passes = line.depths / max(1, line.mtp_num_layers or 0)
@@ -227,7 +228,7 @@ class Clock:
         return Loads(layers, self.embedding().total, depth, self.losses(line.depths).total)
 
     def hop(self, placement: Placement) -> float:
-        """A state's way to the next stage; from a stage of MTP layers the states of all go."""
+        """Return the seconds to send states to the next stage; a stage of MTP layers sends the states of all depths."""
         line = self.model.line
         if placement.ranks == 1:
             return 0.0
@@ -236,7 +237,7 @@ class Clock:
         return self.slower * state / self._link(self.card.node + 1 if apart >= self.card.node else 1)
 
     def gradients(self, placement: Placement, rank: int, cost: PassCost) -> tuple[float, float]:
-        """Seconds of the gradients' and weights' way over the replicas that nothing hides, and of the optimizer."""
+        """Return the seconds of exposed gradient and weight communication over replicas, and of the optimizer."""
         line, state = self.model.line, States(self.model.line, self.gpus)
         dense, experts = rank_size(self.model, placement, rank)
         replicas = self.gpus // (line.tensor_model_parallel_size * line.pipeline_model_parallel_size)
@@ -257,7 +258,7 @@ class Clock:
 
 
 def rank_size(model: Model, placement: Placement, rank: int) -> tuple[float, float]:
-    """Parameters that a rank trains: all but experts, and experts."""
+    """Return the parameters that a rank trains: all but experts, and experts."""
     chunks, line = placement.of_rank(rank), model.line
     frozen = line.mtp_train_only
     layers = [layer for chunk in chunks for layer in model.layers[chunk.first : chunk.end]] if not frozen else []
@@ -275,9 +276,9 @@ class StepTime:
     """Seconds of a step.
 
     Attributes:
-        seconds: the whole step.
-        parts: of the slowest rank's work, `PARTS` and `OF_STEP`; they add up to the step.
-        ranks: by part, of every pipeline rank.
+        seconds: seconds of the whole step.
+        parts: seconds of the slowest rank by `PARTS` and `OF_STEP`, which add up to the step.
+        ranks: seconds by part for every pipeline rank.
     """
 
     seconds: float
@@ -286,12 +287,12 @@ class StepTime:
 
     @property
     def bubbles(self) -> float:
-        """Part of the step in which the slowest rank waits."""
+        """Fraction of the step in which the slowest rank waits."""
         return (self.parts["bubbles"] + self.parts["P2P"]) / self.seconds
 
 
 def step_time(clock: Clock, placement: Placement, pipeline: Pipeline) -> StepTime:
-    """The step of a placement, its schedule simulated."""
+    """Simulate the schedule of a placement and return its step time."""
     costs = [clock.chunk(chunk) for chunk in placement.chunks]
     forward, backward = [cost.ahead for cost in costs], [cost.back for cost in costs]
     hop = clock.hop(placement)

@@ -73,9 +73,7 @@ def opened(path: Path, family: str | None, tokenizer: Path | None, trust_remote_
             hf_to_mcore(path, target, Options(quiet=True))
             yield Source(target, _family(HFConfig.read(path)))
     else:
-        raise ValueError(
-            f"{path} is neither a Megatron checkpoint nor a Hugging Face folder; give the folder of one of both."
-        )
+        raise ValueError(f"{path} is neither a Megatron checkpoint nor a Hugging Face folder; give one of the two.")
 
 
 def _family(config: HFConfig) -> str:

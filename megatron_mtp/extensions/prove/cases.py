@@ -1,4 +1,4 @@
-"""What is tried: layouts, kinds of batches, options of the loss."""
+"""Test cases: layouts, kinds of batches, and options of the loss."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,18 +19,18 @@ BATCHES = {
     "padded": "packed and padded documents",
     "unlabelled": "rows without labels",
 }
-"""Kind of batch to its words."""
+"""Description of each kind of batch."""
 
 OFFSETS = {"packed": ([0, 4, 12, 24], [0, 4, 12, 24]), "padded": ([0, 3, 8, 17], [0, 4, 12, 24])}
-"""Where documents start and end: in their own tokens, and as they are held, each a multiple of 2 context ranks."""
+"""Starts and ends of documents, in their own tokens and with padding to a multiple of twice the context ranks."""
 
 KEPT = (0.9, 0.3, 0.6, 0.75)
-"""How many tokens count in the microbatches, where the mask has holes."""
+"""Fraction of tokens that count in each microbatch, if the mask has holes."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes, and whether the MTP layers have the last pipeline stage for themselves."""
+    """Parallel sizes, and whether the MTP layers have a pipeline stage of their own."""
 
     name: str
     tensor: int = 1
@@ -43,7 +43,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Processes; experts are shared out over the data-parallel ones."""
+        """Number of processes; experts are distributed over the data-parallel ranks."""
         return self.tensor * self.pipeline * self.context * self.data
 
 
@@ -66,16 +66,16 @@ TRIED = {
     EP: ("holes", "packed"),
     TP_CP: ("holes", "packed"),
 }
-"""Layout to the kinds of batches that are tried in it."""
+"""Kinds of batches to test in each layout."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One step of the tiny model in a layout.
+    """A test case: one step of the tiny model in a layout.
 
     Attributes:
-        replicas: data-parallel ranks whose microbatches one process takes.
-        in_bf16: whether parameters and activations are in BF16, and gradients are summed in float32.
+        replicas: number of data-parallel ranks whose microbatches one process runs.
+        in_bf16: whether parameters and activations are in BF16, with gradients accumulated in float32.
     """
 
     layout: Layout
@@ -88,12 +88,12 @@ class Case:
 
     @property
     def title(self) -> str:
-        """Its words."""
+        """Description of the case."""
         return f"{self.layout.name}, {self.kind}"
 
     @property
     def kind(self) -> str:
-        """The words without its layout's."""
+        """Description without the layout."""
         words = [BATCHES[self.batch] + (f" of {self.replicas} ranks" if self.replicas > 1 else "")]
         if self.recompute:
             words.append("recomputed activations")
@@ -103,11 +103,11 @@ class Case:
 
     @property
     def microbatches(self) -> int:
-        """Of all data-parallel ranks."""
+        """Number of microbatches on all data-parallel ranks."""
         return MICROBATCHES * self.layout.data * self.replicas
 
     def settings(self, depths: int) -> dict[str, Any]:
-        """Fields of TransformerConfig that the case sets for so many MTP layers."""
+        """Return the fields of TransformerConfig that the case sets, given the number of MTP layers."""
         layout = self.layout
         found: dict[str, Any] = {
             "tensor_model_parallel_size": layout.tensor,
@@ -124,7 +124,7 @@ class Case:
 
 
 def cases_of(tiny: Tiny, everything: bool) -> tuple[list[Case], dict[str, str]]:
-    """The cases of a model, those of its own layout first, and layout to the reason why it has no case."""
+    """Return the cases of a model, its own layout first, and the reason for each layout that has no case."""
     sizes, per_token = tiny.sizes, bool(tiny.config["calculate_per_token_loss"])
     tensor, expert = sizes["tensor"] > 1, sizes["expert"] > 1
     own = {
@@ -178,11 +178,11 @@ def _of_layout(tiny: Tiny, layout: Layout, per_token: bool, everything: bool) ->
 
 @dataclass(frozen=True)
 class Batch:
-    """A microbatch: tokens, labels (None without) and loss mask [rows, S].
+    """A microbatch: tokens, labels (or None) and loss mask, [rows, S] each.
 
     Attributes:
-        held: where documents start and end in a packed row; None for plain rows.
-        true: the same in the documents' own tokens; `held` where nothing is padded.
+        held: starts and ends of documents in a packed row, including padding; None for plain rows.
+        true: the same without padding; equal to `held` if nothing is padded.
     """
 
     tokens: Tensor
@@ -193,17 +193,17 @@ class Batch:
 
     @property
     def positions(self) -> Tensor:
-        """Of every token in its document [rows, S]."""
+        """Position of every token in its document, [rows, S]."""
         bounds = self.held or [0, self.tokens.size(1)]
         return torch.cat([torch.arange(end - start) for start, end in pairwise(bounds)]).expand_as(self.tokens)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the ranks, which know nothing of this class."""
+        """Convert to a dict for the ranks, which do not import this class."""
         return vars(self) | {"positions": self.positions}
 
 
 def batch_of(kind: str, number: int) -> Batch:
-    """Microbatch `number` of a kind, the same in every layout."""
+    """Create microbatch `number` of a kind, identical in every layout."""
     generator = torch.Generator().manual_seed(40 + number)
 
     def mask(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""`megatron-mtp prove`: a launch line and a Megatron in; for every layout right or wrong, with the cause."""
+"""`megatron-mtp prove`: tests the MTP of a Megatron with the flags of a launch line, in every layout."""
 
 import json
 from argparse import Namespace
@@ -8,7 +8,7 @@ from megatron_mtp.common.errors import Parser, named, status_of
 from megatron_mtp.common.files import write_page
 
 FOUND_WRONG = 1
-"""Exit status where a case is wrong, or none was judged."""
+"""Exit status if a case is wrong, or no case could be judged."""
 
 EXAMPLES = """examples:
   # the installed Megatron-Core; $FLAGS are the flags of your launch line
@@ -63,7 +63,7 @@ def parser(program: str) -> Parser:
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Check and print; bad input ends with one sentence and exit status 2."""
+    """Run the checks and print the verdicts. Bad input ends with one sentence and exit status 2."""
     args = parser(program).parse_with_line(arguments)
     return status_of(program, lambda: _print(args))
 

@@ -1,14 +1,14 @@
-"""A step of the user's own loop, as the loop has written it to a folder, judged by the reference.
+"""Compares a step of the user's own loop, saved to a folder, with the reference.
 
-FOLDER/*.safetensors hold tensors of these names, in one file or in several:
+FOLDER/*.safetensors contain these tensors, in one or more files:
 
-    weights.NAME                                        before the step, whole, under Megatron's names
-    gradients.NAME                                      of the same, after the last backward pass, before clipping
+    weights.NAME                                        before the step, unsharded, under Megatron's names
+    gradients.NAME                                      of the same weights, after the last backward, before clipping
     microbatches.I.tokens, .labels, .loss_mask          [rows, S], I from 0, of all data-parallel ranks
     microbatches.I.cu_seqlens, .cu_seqlens_padded       [documents + 1], of a packed row
-    losses                                              [D], as they are logged
+    losses                                              [D], as logged
 
-Labels may be left out, as in reinforcement learning; then they are the next tokens, and the mask stands at tokens.
+Labels may be omitted, as in reinforcement learning; they are then the next tokens, and the mask refers to tokens.
 """
 
 import re
@@ -25,7 +25,7 @@ from megatron_mtp.extensions.prove.reference import Expected, Microbatch, Model,
 from megatron_mtp.extensions.prove.shrink import Tiny, read, shrink
 
 HARMLESS = ("--hidden-dropout", "--attention-dropout", "--moe-token-dispatcher-type")
-"""Flags that the shrunk model leaves out, and that a step may have, without dropout."""
+"""Flags that a saved step may have although the shrunk model does not; dropout must be 0."""
 
 LATENT = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 """Megatron's default sizes of multi-latent attention."""
@@ -39,19 +39,18 @@ FUSED = (
     (r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm."),
     (r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$", r"mlp.experts.local_experts.\2.\1.weight"),
 )
-"""Names of Transformer Engine's fused modules, and those of local ones, which the reference reads."""
+"""Parameter names in Transformer Engine's fused modules, and in local ones, which the reference uses."""
 
 
 def proof_of_steps(folders: Mapping[str, Path], words: Sequence[str]) -> Proof:
-    """The verdicts on steps.
+    """Judge saved steps.
 
     Args:
-        folders: name of a step to its folder.
+        folders: folders by name of the step.
         words: launch flags of the run.
 
     Raises:
-        ValueError: the folder or a tensor is missing or has another shape, or the flags have something that the
-            reference lacks.
+        ValueError: a folder or tensor is missing, a shape is wrong, or the reference does not support one of the flags.
     """
     tiny = described(words)
     judge = Judge(tiny)
@@ -63,7 +62,7 @@ def _verdict(judge: Judge, step: str, folder: Path) -> Verdict:
     tiny, tensors = judge.tiny, _read(folder)
     weights, gradients = (_named(tensors, kind) for kind in ("weights", "gradients"))
     if missing := sorted(weights.keys() ^ gradients.keys()):
-        raise ValueError(f"--grads {folder}: {missing[0]} has not both a weight and a gradient; write both.")
+        raise ValueError(f"--grads {folder}: {missing[0]} needs both a weight and a gradient; write both.")
     if tiny.model["tied"]:
         for each in (weights, gradients):
             each.pop("output_layer.weight", None)
@@ -73,7 +72,7 @@ def _verdict(judge: Judge, step: str, folder: Path) -> Verdict:
     case = Case(layout, _kind(batches), bool(tiny.config["calculate_per_token_loss"]), in_bf16=tiny.in_bf16)
     if "losses" in tensors and tensors["losses"].shape != (tiny.depths,):
         raise ValueError(
-            f"--grads {folder}: losses has not the shape [{tiny.depths}] of the MTP layers; write one each."
+            f"--grads {folder}: losses does not have the shape [{tiny.depths}]; write one loss per MTP layer."
         )
     leaves = {name: weight.double().requires_grad_() for name, weight in weights.items()}
     model = Model(leaves, tiny.config, tiny.model)
@@ -83,10 +82,10 @@ def _verdict(judge: Judge, step: str, folder: Path) -> Verdict:
 
 
 def described(words: Sequence[str]) -> Tiny:
-    """The model of a launch line, in its own sizes.
+    """Return the model of a launch line in its original sizes.
 
     Raises:
-        ValueError: the reference lacks something of it.
+        ValueError: the reference does not support the model.
     """
     tiny = shrink(words, keeps_sizes=True)
     given = read(words)

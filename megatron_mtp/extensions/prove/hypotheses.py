@@ -1,4 +1,4 @@
-"""Known causes of wrong MTP losses, as bent rules of the reference: which one gives Megatron's numbers?"""
+"""Known causes of wrong MTP losses, as changed rules of the reference that may reproduce Megatron's numbers."""
 
 import re
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ CHAIN, SCALE = r"class MultiTokenPredictionBlock\(", r"mtp_loss_scale = "
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A cause.
+    """A possible cause of wrong numbers.
 
     Attributes:
         words: what Megatron does, as the end of "Megatron's numbers are those of ...".
-        rule: the reference with this cause.
-        places: patterns of the line in multi_token_prediction.py, the best first.
+        rule: rule of the reference with this fault.
+        places: patterns of the responsible line in multi_token_prediction.py, best first.
         known: public issues of NVIDIA/Megatron-LM.
     """
 
@@ -59,7 +59,7 @@ POSITIONS = Hypothesis(
 
 
 def hypotheses(case: Case, tiny: Tiny) -> Iterator[Hypothesis]:
-    """The causes that are possible in a case, the likely ones first."""
+    """Yield the causes that are possible in a case, likely ones first."""
     ranks, packed = case.layout.context, case.batch in ("packed", "padded")
     if case.batch == "padded":
         yield OFFSETS
@@ -171,7 +171,7 @@ def _of_layers(depths: int) -> Iterator[Hypothesis]:
 
 
 def weighed(found: Weights, right: Weights, case: Case, tiny: Tiny) -> Iterator[Hypothesis]:
-    """The weight of the MTP losses that fits the gradients of the MTP layers best, in words."""
+    """Describe the weight of the MTP losses that best fits the gradients of the MTP layers."""
     pairs = [(found[name].double().flatten(), right[name].flatten()) for name in right if name.startswith("mtp.")]
     square = sum(float(one @ one) for _, one in pairs)
     if square == 0:
@@ -196,7 +196,7 @@ def weighed(found: Weights, right: Weights, case: Case, tiny: Tiny) -> Iterator[
 
 
 def scaled_log(found: list[float], right: list[float]) -> Iterator[Hypothesis]:
-    """A log of a multiple of the losses."""
+    """Yield the cause that the log has a multiple of the losses, if the losses can be compared."""
     if len(found) == len(right) and all(right):
         factor = found[0] / right[0]
         words = f"a log of {factor:.4g} times the losses, while gradients are right"
@@ -204,7 +204,7 @@ def scaled_log(found: list[float], right: list[float]) -> Iterator[Hypothesis]:
 
 
 def place_of(hypothesis: Hypothesis, source: Path) -> str:
-    """FILE:LINE of the cause in the user's Megatron; the file alone where no line is like it.
+    """Return FILE:LINE of the cause in the user's Megatron, or only FILE if no line matches.
 
     Args:
         source: its multi_token_prediction.py; until 0.16 the loss is in gpt_model.py.

@@ -1,4 +1,4 @@
-"""Run the cases and judge them: a verdict for each, with the cause where one is known."""
+"""Runs the cases and judges them: a verdict for each, with the cause if it is known."""
 
 import json
 import os
@@ -41,32 +41,33 @@ from megatron_mtp.extensions.prove.reference import (
 from megatron_mtp.extensions.prove.shrink import Tiny
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 2e-5, 3e-4
-"""Relative: of a logged loss, and of a gradient's largest entry; float32 against float64 differs by 1e-6 and 3e-6."""
+"""Tolerances relative to a logged loss and a gradient's largest entry; float32 and float64 differ by 1e-6 and 3e-6."""
 
 LOSS_IN_BF16, GRADIENT_IN_BF16 = 4e-3, 0.1
-"""The same in BF16, of a gradient's norm: right cases differ by up to 1.3e-3 and 0.065 (docs/extensions/prove.md)."""
+"""Tolerances in BF16, relative to the norm of a gradient; right cases differ by up to 1.3e-3 and 0.065
+(docs/extensions/prove.md)."""
 
 SILENCE = 240.0
-"""Seconds without a word from the ranks after which all of them are ended."""
+"""Seconds without a message from the ranks after which all of them are killed."""
 
 ATTACHED = Rule(divisor="main")
-"""What attached layers learn with a per-token loss: sums over the targets of the main loss, as in eq. 24."""
+"""Rule of attached layers with a per-token loss: sums divided by the targets of the main loss, as in eq. 24."""
 
 RIGHT, WRONG, NOT_RUN, BASE = "right", "WRONG", "not run", "base"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a case.
+    """Result of a case.
 
     Attributes:
-        status: RIGHT, WRONG, NOT_RUN, or BASE for one process where the other layouts are compared with it.
-        logged, right: losses of the depths, as Megatron logs them and as they should be.
-        worst: the gradient that is farthest off, by name, and how far, relative to its largest entry; "" for none.
-        wrong: how many gradients are off, of how many.
-        cause: the cause that gives Megatron's numbers; None where none does.
-        words: why a case has no verdict, or what happened in the place of numbers.
-        convention: "eq. 24-25", or "1 process" where only that could be compared with.
+        status: RIGHT, WRONG, NOT_RUN, or BASE for the single process that other layouts are compared with.
+        logged, right: losses by depth, as logged by Megatron and as they should be.
+        worst: name of the gradient with the largest error, and that error relative to its largest entry; "" for none.
+        wrong: number of wrong gradients, and number of all gradients.
+        cause: the cause that gives Megatron's numbers, or None.
+        words: why a case was not judged, or what happened instead of a result.
+        convention: "eq. 24-25", or "1 process" if the case could only be compared with a single process.
     """
 
     case: Case
@@ -85,10 +86,10 @@ class Proof:
     """All verdicts about a Megatron.
 
     Attributes:
-        version, source: Megatron's version, and its multi_token_prediction.py; "" and None for a step that a loop of
-            the user's has written.
-        stand_ins: what is not Megatron's own in these runs, and why.
-        skipped: layout to the reason why it has no case.
+        version, source: Megatron's version and its multi_token_prediction.py; "" and None for a step that the user's
+            loop has saved.
+        stand_ins: parts that are substituted in these runs, and why.
+        skipped: reasons for layouts without a case.
     """
 
     version: str
@@ -100,21 +101,21 @@ class Proof:
 
     @property
     def is_right(self) -> bool:
-        """Whether no case is wrong, and one at least was judged."""
+        """Whether no case is wrong and at least one was judged."""
         statuses = {verdict.status for verdict in self.verdicts}
         return WRONG not in statuses and not statuses.isdisjoint((RIGHT, BASE))
 
 
 def prove(tiny: Tiny, cases: Sequence[Case], skipped: dict[str, str], megatron: Path | None, seconds: float) -> Proof:
-    """Run the cases with the Megatron of a folder, or the installed one, and judge them.
+    """Run the cases with the Megatron in a folder, or the installed one, and judge them.
 
     Args:
-        seconds: that a case may take before its ranks are ended.
+        seconds: time limit of a case, after which its ranks are killed.
 
     Raises:
-        ValueError: that Megatron cannot be imported.
+        ValueError: Megatron cannot be imported.
     """
-    torch.set_num_threads(1)  # the products are tiny: threads would only wait for each other
+    torch.set_num_threads(1)  # the products are too tiny for threads
     with (
         tempfile.TemporaryDirectory(prefix="prove-") as name,
         _ranks(tiny, cases, megatron, seconds, Path(name)) as told,
@@ -124,7 +125,7 @@ def prove(tiny: Tiny, cases: Sequence[Case], skipped: dict[str, str], megatron: 
         verdicts = [judge.verdict(cases[event["case"]], event) for event in told]
     seen = {id(verdict.case) for verdict in verdicts}
     verdicts += [
-        Verdict(case, NOT_RUN, words="the ranks were ended before it") for case in cases if id(case) not in seen
+        Verdict(case, NOT_RUN, words="the ranks were killed before it") for case in cases if id(case) not in seen
     ]
     verdicts.sort(key=lambda verdict: cases.index(verdict.case))
     return Proof(said["version"], Path(said["file"]), tiny, judge.with_causes(verdicts), said["stand_ins"], skipped)
@@ -137,7 +138,7 @@ def prove(tiny: Tiny, cases: Sequence[Case], skipped: dict[str, str], megatron: 
 def _ranks(
     tiny: Tiny, cases: Sequence[Case], megatron: Path | None, seconds: float, folder: Path
 ) -> Iterator[Iterator[dict[str, Any]]]:
-    """What the ranks tell, as they tell it."""
+    """Yield the messages of the ranks as they arrive."""
     if megatron is not None and not (megatron / "megatron/core").is_dir():
         raise ValueError(f"--megatron {megatron} has no folder megatron/core; give a checkout of Megatron-LM.")
     job = {
@@ -173,11 +174,11 @@ def _ranks(
 
 
 def environment_of(megatron: Path | None, reads_package: bool) -> dict[str, str]:
-    """Of a process on the CPU that is judged.
+    """Return the environment of the CPU process to be judged.
 
     Args:
-        megatron: folder that is first in its path of modules.
-        reads_package: whether it imports this package, wherever that is.
+        megatron: folder that comes first in its module path.
+        reads_package: whether it imports this package.
     """
     paths = [str(megatron.absolute())] if megatron is not None else []
     paths += [str(Path(__file__).parents[3])] if reads_package else []
@@ -185,7 +186,7 @@ def environment_of(megatron: Path | None, reads_package: bool) -> dict[str, str]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "CUDA_VISIBLE_DEVICES": "",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asserts it for TP and CP
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # required by Megatron for TP and CP
         "OMP_NUM_THREADS": "1",
         "TORCH_COMPILE_DISABLE": "1",
         "NO_VCS_VERSION": "1",
@@ -210,7 +211,7 @@ def _told(process: "subprocess.Popen[str]", errors: Any, megatron: Path | None) 
             yield event
     if not started:
         errors.seek(0)
-        last = [one.strip() for one in errors if one.strip()][-1:] or [f"no word within {SILENCE:.0f} seconds"]
+        last = [one.strip() for one in errors if one.strip()][-1:] or [f"no response within {SILENCE:.0f} seconds"]
         where = f"of --megatron {megatron} " if megatron is not None else ""
         raise ValueError(
             f"the Megatron-Core {where}cannot be imported ({last[0][:200]}); install what is missing, or correct "
@@ -219,7 +220,7 @@ def _told(process: "subprocess.Popen[str]", errors: Any, megatron: Path | None) 
 
 
 def _check_origin(event: dict[str, Any], megatron: Path | None) -> None:
-    """Raises ValueError where another Megatron than that of the folder was imported."""
+    """Raise ValueError if the imported Megatron is not the one in the folder."""
     if megatron is not None and "megatron" in event:
         file = Path(event["megatron"]["file"])
         if (megatron / "megatron/core").resolve() not in file.resolve().parents:
@@ -230,17 +231,17 @@ def _check_origin(event: dict[str, Any], megatron: Path | None) -> None:
 
 
 class Judge:
-    """Compares what the ranks found with eq. 21-25, or with one process where those do not describe the model."""
+    """Compares results of the ranks with eq. 21-25, or with one process if the equations do not describe the model."""
 
     def __init__(self, tiny: Tiny) -> None:
         self.tiny = tiny
-        self.alone: dict[Any, tuple[Expected, Expected]] = {}  # what one process gives, and what it does without MTP
+        self.alone: dict[Any, tuple[Expected, Expected]] = {}  # results of one process, with and without MTP
         self.foreign = ""  # why eq. 21-25 do not describe the model
         self.candidates: dict[int, list[Hypothesis]] = {}
         self.tried: list[Hypothesis] = []
 
     def verdict(self, case: Case, event: dict[str, Any]) -> Verdict:
-        """Of what the ranks told about a case."""
+        """Judge a case from the message of its ranks."""
         if "failed" in event:
             return self._of_failure(case, event)
         found = torch.load(event["file"], weights_only=True)
@@ -266,7 +267,7 @@ class Judge:
         return self._of_equations(case, model, batches, step, found["step"]["apart"])
 
     def of_step(self, case: Case, model: Model, batches: Sequence[Microbatch], step: Expected) -> Verdict:
-        """Of a step that the user's own loop has written."""
+        """Judge a step that the user's own loop has saved."""
         try:
             unknown = _unused(model, batches[0])
         except (KeyError, RuntimeError, IndexError) as error:
@@ -298,7 +299,7 @@ class Judge:
         return Verdict(case, WRONG, words=failed)
 
     def _why_foreign(self, model: Model, batches: Sequence[Microbatch], found: dict[str, Any]) -> str:
-        """Why eq. 21-25 do not describe the model: another trunk, or weights that they do not have."""
+        """Return why eq. 21-25 do not describe the model (a different trunk, or additional weights), or ""."""
         try:
             with torch.no_grad():
                 main = sum(float((values * mask).sum()) for (values, mask), *_ in map(model.losses, batches))
@@ -327,7 +328,7 @@ class Judge:
         return replace(_compared(case, step, alone[0], found["step"]["apart"]), convention="1 process")
 
     def _trunk_off(self, model: Model, batches: Sequence[Microbatch], case: Case, found: dict[str, Any]) -> str:
-        """Why MTP cannot be judged here: gradients are off without MTP layers too."""
+        """Return why MTP cannot be judged, if gradients are wrong even without MTP layers; otherwise ""."""
         without = Model(model.weights, model.config | {"mtp_num_layers": 0, "mtp_loss_scaling_factor": 0}, model.model)
         right = expected(without, batches, case.per_token)
         names = found["control"]["gradients"]
@@ -340,7 +341,7 @@ class Judge:
     def _causes(
         self, case: Case, model: Model, batches: Sequence[Microbatch], step: Expected, right: Expected
     ) -> list[Hypothesis]:
-        """Those that give all of Megatron's numbers; the ones that explained other cases are tried first."""
+        """Find the causes that give all of Megatron's numbers, trying those that explained other cases first."""
         possible = list(hypotheses(case, self.tiny))
         before = [one for one in self.tried if one in possible]
         computed = chain(
@@ -365,9 +366,9 @@ class Judge:
         return _compared(case, step, Expected([], bent.gradients) if silent else bent, {}).status == RIGHT
 
     def with_causes(self, verdicts: list[Verdict]) -> list[Verdict]:
-        """The verdicts, each with the cause that explains the most cases of those that fit it.
+        """Add a cause to each verdict: of all that fit, the one that explains the most cases.
 
-        Many causes are within the bounds of BF16: a case takes that of the same case in float32.
+        In BF16 many causes are within the tolerances, so a case takes the cause of the same case in float32.
         """
         counts = Counter(hypothesis for fitting in self.candidates.values() for hypothesis in fitting)
         found = []
@@ -390,7 +391,7 @@ def _of_trunk(verdict: Verdict) -> str:
 
 
 def _unused(model: Model, batch: Microbatch) -> list[str]:
-    """Weights that no loss of the reference depends on."""
+    """Return the weights that no loss of the reference depends on."""
     total = sum((values * mask).sum() for values, mask in model.losses(batch, PAPER))
     gradients = torch.autograd.grad(torch.as_tensor(total), list(model.weights.values()), allow_unused=True)
     return [name for name, one in zip(model.weights, gradients, strict=True) if one is None]
@@ -404,7 +405,7 @@ def _near(found: Sequence[float], right: Sequence[float], in_bf16: bool) -> bool
 
 
 def _compared(case: Case, found: Expected, right: Expected, apart: dict[str, float]) -> Verdict:
-    """Whether losses and all gradients agree, and copies of weights with each other."""
+    """Judge whether losses and all gradients agree, and whether copies of weights agree with each other."""
     order = 2.0 if case.in_bf16 else inf
     sizes = {name: float(one.double().norm(order)) for name, one in right.gradients.items()}
     least, far = 1e-4 * max(sizes.values()), {}
@@ -425,7 +426,7 @@ def _compared(case: Case, found: Expected, right: Expected, apart: dict[str, flo
 
 
 def place(verdict: Verdict, proof: Proof) -> str:
-    """FILE:LINE of a verdict's cause, in Megatron's own block."""
+    """Return FILE:LINE of a verdict's cause in Megatron's own block."""
     if verdict.cause is None or proof.source is None or proof.tiny.attached:
         return ""
     return place_of(verdict.cause, proof.source)

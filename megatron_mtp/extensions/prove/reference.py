@@ -1,11 +1,11 @@
-"""Multi-token prediction in float64, written from arXiv:2412.19437, eq. 21-25, with rules that can be bent.
+"""Reference implementation of MTP in float64, from arXiv:2412.19437, eq. 21-25, with rules that can be changed.
 
-    h'_i^k = M_k [norm(Emb(t_{i+k})); norm(h_i^{k-1})]     the embedding in front, as in the published weights
+    h'_i^k = M_k [norm(Emb(t_{i+k})); norm(h_i^{k-1})]     the embedding comes first, as in the published weights
     h^k = norm(TRM_k(h'^k)),   P_{i+k+1}^k = OutHead(h_i^k)
     L^k = mean of -log P^k_{i+k+1}[t_{i+k+1}] over the targets that count,   L_MTP = lambda / D * sum of L^k
 
-A `Rule` says how tokens follow each other, what counts and what is divided by what; the one without arguments is that
-of the paper, by documents, over a whole microbatch. Letters in names: N all positions of a microbatch, H hidden size.
+A `Rule` defines how tokens are shifted, which targets count, and what sums are divided by. The default rule is the
+paper's, within documents, over a whole microbatch. Letters in names: N all positions of a microbatch, H hidden size.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,27 +31,28 @@ ACTIVATIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """How MTP losses are made; every field's default is eq. 21-25.
+    """How MTP losses are computed. The defaults are eq. 21-25.
 
     Attributes:
-        follow: which token is next: within the "document", "row" (the last is followed by none), "buffer" (documents
-            run into each other), "circle" (a document's last token is followed by its first), "true offsets" (documents
-            end where they would without padding), "chunk" or "local" (a context-parallel rank's own chunk or tokens).
-        tokens, labels, masks: how often each is shifted at a depth, a key of SHIFTS.
-        masked: whether masked targets are left out of the sum.
+        follow: which token comes next: within the "document", "row" (nothing follows the last token), "buffer"
+            (documents run into each other), "circle" (a document's first token follows its last), "true offsets"
+            (documents end where they would without padding), "chunk" or "local" (a context-parallel rank's own chunk or
+            tokens).
+        tokens, labels, masks: how many times each is shifted at a depth, a key of SHIFTS.
+        masked: whether masked targets are excluded from the sum.
         positions: whether position ids are shifted along with the tokens.
-        divisor: what a depth's sum is divided by: the "depth"'s own targets, by context-parallel "ranks", those of the
-            "main" loss, all "positions", the "batch" (targets of all microbatches), "none".
-        shown: the same for the loss that is logged.
-        factor: of the weight of the MTP losses.
-        log_factor: of the losses that are logged.
-        single: factors of the weights of the single depths; empty for 1 each.
+        divisor: divisor of a depth's sum: number of the "depth"'s own targets, per context-parallel rank ("ranks"), of
+            the "main" loss' targets, of all "positions", of the targets of all microbatches ("batch"), or "none".
+        shown: divisor for the logged loss.
+        factor: factor on the weight of the MTP losses.
+        log_factor: factor on the logged losses.
+        single: factors on the weights of individual depths; empty for 1 each.
         hidden: input of a depth: the "previous" depth's output, or the "trunk"'s.
-        trunk_norm: whether the trunk's final norm is in front of the MTP layers.
-        swapped: whether the hidden state is in front of the embedding.
-        norms: "own", "exchanged", or the name of one that is missing.
-        detached: parts to which the MTP losses send no gradient: "hidden", "embedding", "positions" (those that are
-            learned), "head".
+        trunk_norm: whether the trunk's final norm comes before the MTP layers.
+        swapped: whether the hidden state comes before the embedding.
+        norms: "own", "exchanged", or the name of a missing norm.
+        detached: parts that get no gradient from the MTP losses: "hidden", "embedding", "positions" (learned ones),
+            "head".
     """
 
     follow: str = "document"
@@ -81,12 +82,12 @@ SHIFTS: dict[str, Callable[[int], int]] = {
     "early": lambda depth: depth + 1,
     "twice": lambda depth: 2 * depth,
 }
-"""How often something is shifted until a depth."""
+"""Number of shifts at a depth."""
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A batch as one sequence of N tokens, whose documents do not see each other."""
+    """A batch as one sequence of N tokens, with attention within documents."""
 
     tokens: Tensor
     labels: Tensor | None
@@ -99,7 +100,7 @@ class Microbatch:
 
     @classmethod
     def of(cls, batch: Batch, ranks: int) -> "Microbatch":
-        """The microbatch on so many context-parallel ranks."""
+        """Create the microbatch for a number of context-parallel ranks."""
         rows, length = batch.tokens.shape
         bounds = batch.held or [length * number for number in range(rows + 1)]
         labels = None if batch.labels is None else batch.labels.flatten()
@@ -108,13 +109,13 @@ class Microbatch:
         return cls(batch.tokens.flatten(), labels, mask, positions, bounds, length, true, ranks)
 
     def visible(self) -> Tensor:
-        """True where a position sees another, [N, N]."""
+        """Attention mask [N, N], True where a position sees another."""
         place = torch.arange(self.bounds[-1])
         document = torch.bucketize(place, torch.tensor(self.bounds[1:]), right=True)
         return (document[:, None] == document) & (place <= place[:, None])
 
     def owners(self) -> tuple[Tensor, Tensor]:
-        """The context-parallel rank of every position, and the number of its chunk, [N]."""
+        """Return the context-parallel rank and the chunk number of every position, [N] each."""
         owner = torch.zeros(self.bounds[-1], dtype=torch.long)
         chunks = owner.clone()
         for number, (start, end) in enumerate(pairwise(self.bounds)):
@@ -124,7 +125,7 @@ class Microbatch:
         return owner, chunks
 
     def following(self, how: str) -> Tensor:
-        """The position that follows every position, -1 for none, [N]."""
+        """Return the next position of every position, [N]; -1 for none."""
         size = self.bounds[-1]
         after = torch.arange(1, size + 1)
         if how == "local":
@@ -145,7 +146,7 @@ class Microbatch:
             for start, end in pairwise(self.bounds):
                 after[end - 1] = start
         if how == "true offsets":
-            after[ends[how][-1] :] = torch.arange(ends[how][-1], size)  # what is behind stays where it is
+            after[ends[how][-1] :] = torch.arange(ends[how][-1], size)  # the rest stays in place
         return after
 
     def _following_on_ranks(self) -> Tensor:
@@ -159,17 +160,17 @@ class Microbatch:
 
 
 def shifted(values: Tensor, following: Tensor, times: int) -> Tensor:
-    """Values of the tokens that follow, 0 where none does."""
+    """Return the values of the following tokens, 0 where there is none."""
     for _ in range(times):
         values = torch.where(following < 0, torch.zeros_like(values), values[following])
     return values
 
 
 class Model:
-    """A GPT with MTP layers, of Megatron's names of weights.
+    """A GPT with MTP layers that uses Megatron's names of weights.
 
     Args:
-        weights: float64 leaves by name.
+        weights: float64 leaf tensors by name.
         config: fields of TransformerConfig.
         model: arguments of GPTModel.
     """
@@ -178,7 +179,7 @@ class Model:
         self.weights, self.config, self.model = weights, config, model
 
     def losses(self, batch: Microbatch, rule: Rule = PAPER) -> list[tuple[Tensor, Tensor]]:
-        """Negative log-likelihoods and what they count, [N] each, of the main loss and of every depth."""
+        """Return negative log-likelihoods and their masks, [N] each, for the main loss and every depth."""
         after, visible, weights = batch.following(rule.follow), batch.visible(), self.weights
         labels, mask = batch.labels, batch.mask
         if labels is None:
@@ -205,14 +206,14 @@ class Model:
         return bool(self.config.get("mtp_detach_heads"))
 
     def trunk(self, batch: Microbatch, visible: Tensor) -> tuple[Tensor, Tensor]:
-        """The last layer's output, after the final norm and before, [N, H]."""
+        """Return the last layer's output, with and without the final norm, [N, H] each."""
         hidden = self.embedded(batch.tokens, batch.positions)
         for number in range(int(self.config["num_layers"])):
             hidden = self.layer(f"decoder.layers.{number}.", hidden, batch.positions, visible)
         return self.norm("decoder.final_layernorm", hidden), hidden
 
     def embedded(self, tokens: Tensor, positions: Tensor, detached: bool = False) -> Tensor:
-        """Embeddings, with those of positions where they are learned, which may send no gradient, [N, H]."""
+        """Return embeddings [N, H], plus learned position embeddings, detached or not, if the model has them."""
         found = self.weights["embedding.word_embeddings.weight"][tokens]
         learned = self.weights.get("embedding.position_embeddings.weight")
         if learned is None:
@@ -233,13 +234,13 @@ class Model:
     # --- a layer ---------------------------------------------------------------------------------------------------
 
     def linear(self, name: str, values: Tensor) -> Tensor:
-        """A linear layer, with its bias if there is one."""
+        """Apply a linear layer, with its bias if it has one."""
         out = values @ self.weights[f"{name}.weight"].T
         bias = self.weights.get(f"{name}.bias")
         return out if bias is None else out + bias
 
     def norm(self, name: str, values: Tensor) -> Tensor:
-        """LayerNorm or RMSNorm; the values as they are where the model has no such norm."""
+        """Apply a LayerNorm or RMSNorm; the identity if the model has no such norm."""
         weight = self.weights.get(f"{name}.weight")
         if weight is None:
             return values
@@ -250,7 +251,7 @@ class Model:
         return values * torch.rsqrt(values.square().mean(-1, keepdim=True) + epsilon) * weight
 
     def layer(self, prefix: str, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        """A transformer layer, [N, H]."""
+        """Apply a transformer layer to [N, H]."""
         attend = self._latent_attention if self.config.get("multi_latent_attention") else self._attention
         hidden = hidden + attend(
             f"{prefix}self_attention.", self.norm(f"{prefix}input_layernorm", hidden), positions, visible
@@ -260,7 +261,7 @@ class Model:
         return hidden + (self._experts(f"{prefix}mlp.", normed) if routed else self.mlp(f"{prefix}mlp.", normed))
 
     def mlp(self, prefix: str, values: Tensor) -> Tensor:
-        """A feed-forward network, gated or not."""
+        """Apply an MLP, gated or not."""
         inner = self.linear(f"{prefix}linear_fc1", values)
         activation = ACTIVATIONS[self.config["activation"]]
         if self.config["gated_linear_unit"]:
@@ -311,7 +312,7 @@ class Model:
         both = self.linear(f"{prefix}linear_kv_up_proj", self.norm(f"{prefix}kv_layernorm", compressed))
         key, value = both.view(len(values), heads, -1).split([plain, int(config["v_head_dim"])], -1)
 
-        def turned(x: Tensor) -> Tensor:  # pairs of neighbors are turned, and stay apart afterwards
+        def turned(x: Tensor) -> Tensor:  # rotates interleaved pairs, and returns them in two halves
             return self._turned(torch.cat([x[..., ::2], x[..., 1::2]], -1), positions)
 
         query = torch.cat([query[..., :plain], turned(query[..., plain:])], -1)
@@ -320,7 +321,7 @@ class Model:
         return self.linear(f"{prefix}linear_proj", attended)
 
     def _turned(self, values: Tensor, positions: Tensor) -> Tensor:
-        """Rotary positions, [N, heads, channels]."""
+        """Apply RoPE to [N, heads, channels]."""
         size = int(values.size(-1) * (1 if self.config.get("multi_latent_attention") else self.model["rotary_percent"]))
         turning, still = values[..., :size], values[..., size:]
         rates = float(self.model["rotary_base"]) ** (-torch.arange(0, size, 2).double() / size)
@@ -348,16 +349,16 @@ def _nll(logits: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a step should give: losses of the depths as logged, and gradients by name."""
+    """Expected results of a step: logged losses by depth, and gradients by name."""
 
     logged: list[float]
     gradients: Weights
 
 
 def expected(model: Model, batches: Sequence[Microbatch], per_token: bool, rule: Rule = PAPER) -> Expected:
-    """Losses and gradients of a step.
+    """Compute the losses and gradients of a step.
 
-    Microbatches weigh the same or, with a per-token loss, as much as the targets of their main loss.
+    Microbatches have equal weights or, with a per-token loss, weights proportional to the targets of their main loss.
     """
     found = [model.losses(batch, rule) for batch in batches]
     logged, total = total_of(model, batches, found, per_token, rule)
@@ -376,7 +377,7 @@ def total_of(
     per_token: bool,
     rule: Rule = PAPER,
 ) -> tuple[list[float], Tensor]:
-    """The depths' losses as logged, and the step's loss, from the losses of all positions."""
+    """Compute the logged losses by depth and the step's loss from the losses of all positions."""
     depths = int(model.config["mtp_num_layers"])
     weight = rule.factor * float(model.config["mtp_loss_scaling_factor"]) / max(depths, 1)
     main = [(values * mask).sum() for (values, mask), *_ in found]
@@ -409,13 +410,13 @@ def _mean(
     by_count: bool,
     masked: bool,
 ) -> Tensor:
-    """A depth's loss in a microbatch.
+    """Compute a depth's loss in a microbatch.
 
     Args:
         divisor: see `Rule`.
-        counts: the depth's targets in all microbatches.
-        masked: whether masked targets are left out of the sum.
-        by_count: whether the means of context-parallel ranks weigh as much as the targets of their main loss.
+        counts: number of the depth's targets in every microbatch.
+        masked: whether masked targets are excluded from the sum.
+        by_count: whether means of context-parallel ranks are weighted by the targets of their main loss.
     """
     values, mask = losses[depth]
     sums, main = values * mask if masked else values, losses[0][1]

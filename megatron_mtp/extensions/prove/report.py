@@ -1,4 +1,4 @@
-"""The verdicts as text, as JSON and as a static page."""
+"""Formats the verdicts as text, JSON and a static HTML page."""
 
 import json
 import re
@@ -45,7 +45,7 @@ BY_ONE = (
 
 
 def as_text(proof: Proof) -> str:
-    """A line for each verdict, the right ones together."""
+    """Return a line for each verdict, with the right ones grouped."""
     lines = [*_head(proof), ""]
     if base := [verdict.case for verdict in proof.verdicts if verdict.status == BASE]:
         lines += _hanging(BASE, titles(base))
@@ -60,7 +60,7 @@ def as_text(proof: Proof) -> str:
 
 
 def titles(cases: Iterable[Case]) -> str:
-    """Cases by layout: "TP 2 (rows, packed documents); PP 2 (rows)"."""
+    """Format cases by layout: "TP 2 (rows, packed documents); PP 2 (rows)"."""
     by_layout: dict[str, list[str]] = {}
     for case in cases:
         by_layout.setdefault(case.layout.name, []).append(case.kind)
@@ -82,7 +82,7 @@ def _head(proof: Proof) -> list[str]:
     if left:
         lines += wrap(f"Changed: {', '.join(left)}.", WIDTH)
     if tiny.unread:
-        lines += wrap(f"No part in the loss: {' '.join(tiny.unread)}.", WIDTH)
+        lines += wrap(f"No effect on the loss: {' '.join(tiny.unread)}.", WIDTH)
     return lines + wrap(f"Not Megatron's own here: {'; '.join(proof.stand_ins)}.", WIDTH)
 
 
@@ -96,7 +96,7 @@ def _convention(proof: Proof) -> str:
 
 
 def _wrong(proof: Proof) -> Iterator[tuple[list[Case], Verdict]]:
-    """The wrong cases of a cause, with the verdict on one that has numbers; cases without a cause by themselves."""
+    """Yield wrong cases grouped by cause, with a verdict that has numbers; cases without a cause are single groups."""
     groups: dict[Any, list[Verdict]] = {}
     for verdict in proof.verdicts:
         if verdict.status == WRONG:
@@ -109,7 +109,7 @@ def _wrong(proof: Proof) -> Iterator[tuple[list[Case], Verdict]]:
 
 
 def not_run(proof: Proof) -> dict[str, str]:
-    """Reason to the cases and layouts that were not tried for it."""
+    """Return the cases and layouts that were not tested, by reason."""
     found: dict[str, list[Case]] = {}
     for verdict in proof.verdicts:
         if verdict.status == NOT_RUN:
@@ -123,7 +123,7 @@ def not_run(proof: Proof) -> dict[str, str]:
 
 
 def explained(verdict: Verdict, proof: Proof) -> str:
-    """What is wrong in a case, and why."""
+    """Describe what is wrong in a case, and why."""
     parts = [numbers(verdict)]
     cause = verdict.cause
     if cause is not None:
@@ -135,7 +135,7 @@ def explained(verdict: Verdict, proof: Proof) -> str:
         if cause.known and not proof.tiny.attached:
             parts.append(f"Known: {', '.join(f'NVIDIA/Megatron-LM#{number}' for number in cause.known)}.")
     elif verdict.convention == "1 process":
-        parts.append("The cause is not looked for, which takes the equations.")
+        parts.append("No cause is searched for, which would need the equations.")
     elif verdict.case.in_bf16:
         parts.append("A cause is looked for in float32 alone.")
     elif not verdict.words:
@@ -144,7 +144,7 @@ def explained(verdict: Verdict, proof: Proof) -> str:
 
 
 def numbers(verdict: Verdict) -> str:
-    """Losses and gradients of a wrong case, or what happened in their place."""
+    """Describe losses and gradients of a wrong case, or what happened instead."""
     if verdict.words:
         return f"{verdict.words}."
     pairs = enumerate(zip(verdict.logged, verdict.right, strict=False), 1)
@@ -165,7 +165,7 @@ def _hanging(first: str, text: str) -> list[str]:
 
 
 def as_json(proof: Proof) -> dict[str, Any]:
-    """Everything, in plain values."""
+    """Return all results as plain values."""
     tiny = proof.tiny
     return {
         "megatron": proof.source and {"version": proof.version, "file": str(proof.source)},
@@ -208,7 +208,7 @@ td, th {{ text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; b
 
 
 def as_page(proof: Proof) -> str:
-    """One static HTML page."""
+    """Render one static HTML page."""
 
     def row(verdict: Verdict) -> str:
         losses = (" ".join(f"{one:.5f}" for one in of) for of in (verdict.logged, verdict.right))

@@ -1,4 +1,4 @@
-"""The user's own training script: two steps of it on the CPU, with mock data, judged by the reference."""
+"""Compares two steps of the user's own training script, on the CPU with mock data, with the reference."""
 
 import re
 import subprocess
@@ -28,7 +28,7 @@ from megatron_mtp.extensions.prove.shrink import (
 )
 
 SECONDS = 600
-"""Until a script is ended."""
+"""Seconds after which a script is killed."""
 
 SIZES: dict[str, object] = {
     "--num-query-groups": GROUPS,
@@ -37,10 +37,10 @@ SIZES: dict[str, object] = {
     "--moe-shared-expert-intermediate-size": EXPERT_FFN,
     **{f"--{name.replace('_', '-')}": size for name, size in LATENT.items()},
 }
-"""What flags of the launch line shrink to, where it has them."""
+"""Tiny values for flags that the launch line has."""
 
 LEFT = re.compile(r"--bf16|--.*-parallel|--(micro|global)-batch-size|--kv-channels|--rope-type|--recompute-")
-"""Flags of READ that one process in float32 goes without."""
+"""Flags of READ that are dropped for one process in float32."""
 
 TRAINING = (
     "--train-iters 2 --micro-batch-size 2 --global-batch-size 6 --mock-data --tokenizer-type NullTokenizer "
@@ -54,11 +54,11 @@ TRAINING = (
 
 
 def proof_of_script(script: Path, words: Sequence[str], megatron: Path | None) -> Proof:
-    """The verdicts on two steps of a training script.
+    """Judge two steps of a training script.
 
     Args:
-        words: launch flags; those that have no part in the loss are left out.
-        megatron: folder that is first in its path of modules.
+        words: launch flags; those that do not affect the loss are dropped.
+        megatron: folder that comes first in its module path.
 
     Raises:
         ValueError: the script is missing, fails, takes too long or trains no GPTModel.
@@ -80,7 +80,7 @@ def proof_of_script(script: Path, words: Sequence[str], megatron: Path | None) -
 
 
 def _flags(words: Sequence[str], tiny: Tiny) -> Iterator[str]:
-    """The launch flags that have a part in the loss, with tiny sizes."""
+    """Return the launch flags that affect the loss, with tiny sizes."""
     own: dict[str, object] = {
         "--num-layers": LAYERS,
         "--hidden-size": HIDDEN,
@@ -88,7 +88,7 @@ def _flags(words: Sequence[str], tiny: Tiny) -> Iterator[str]:
         "--num-attention-heads": HEADS,
         "--kv-channels": tiny.config["kv_channels"],
         "--mtp-num-layers": tiny.depths,
-        "--vocab-size": VOCAB - 1,  # NullTokenizer adds the end of a document
+        "--vocab-size": VOCAB - 1,  # NullTokenizer adds an end-of-document token
         "--seq-length": POSITIONS,
         "--max-position-embeddings": POSITIONS,
         "--position-embedding-type": tiny.model["position_embedding"],
@@ -106,7 +106,7 @@ def _flags(words: Sequence[str], tiny: Tiny) -> Iterator[str]:
 
 
 def _run(script: Path, flags: Sequence[str], megatron: Path | None, folder: Path) -> None:
-    """Let the script write its steps to a folder."""
+    """Run the script, which saves its steps to a folder."""
     environment = environment_of(megatron, reads_package=True) | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",

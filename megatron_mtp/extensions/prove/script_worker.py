@@ -1,10 +1,9 @@
-"""The user's own training script, in one process on the CPU, whose steps are written for grads.py.
+"""Runs the user's own training script in one process on the CPU, and saves its steps for grads.py.
 
     python script_worker.py FOLDER SCRIPT FLAG ...
 
-The script and its Megatron run as they are: what a CPU lacks is substituted (megatron_mtp/megatron/cpu.py), nothing of
-Megatron is patched. Two hooks look on: in front of the model's forward, at its batch; behind the last backward pass, at
-weights and gradients.
+The script and its Megatron run unchanged: CUDA is substituted (megatron_mtp/megatron/cpu.py), but Megatron is not
+patched. Two hooks record the batch before the model's forward, and weights and gradients after the last backward pass.
 """
 
 import runpy
@@ -17,17 +16,17 @@ import torch
 from torch import Tensor
 
 INPUTS = ("input_ids", "position_ids", "attention_mask")
-"""Of the model's forward, in the order in which a script may give them."""
+"""Arguments of the model's forward, in positional order."""
 
 
 class Steps:
-    """Writes every step: its batches while it runs, the rest at its end."""
+    """Saves every step: its batches during the step, the rest at its end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.number, self.batches = folder, 0, list[dict[str, Tensor]]()
 
     def keep(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A hook in front of a model's forward."""
+        """Record the batch; a hook that runs before a model's forward."""
         if not (model.training and torch.is_grad_enabled()):
             return
         given = dict(zip(INPUTS, args, strict=False)) | kwargs
@@ -37,7 +36,7 @@ class Steps:
         self.batches.append({name: one.clone() for name, one in batch.items() if one is not None})
 
     def write(self, model: Any) -> None:
-        """A step to FOLDER/step-N."""
+        """Write a step to FOLDER/step-N."""
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
         from safetensors.torch import save_file
 
@@ -55,7 +54,7 @@ class Steps:
 
 
 def hook(steps: Steps) -> None:
-    """Look on at every model that is made, and at the end of every step."""
+    """Install hooks on every new model and at the end of every step."""
     from megatron.core import distributed
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -72,7 +71,7 @@ def hook(steps: Steps) -> None:
 
     for module in [module for name, module in sys.modules.items() if name.startswith("megatron.")]:
         for name, value in list(vars(module).items()):
-            if value is finalize:  # training loops have imported it by its name
+            if value is finalize:  # training loops import it by name
                 setattr(module, name, finalized)
     GPTModel.__init__ = initialized
 
@@ -87,7 +86,7 @@ def main(folder: str, script: str, flags: list[str]) -> None:
     if find_spec("megatron.core.datasets.helpers_cpp") is not None:
         from megatron.core.datasets import utils
 
-        utils.compile_helpers = lambda: None  # a script calls make, also where they are compiled
+        utils.compile_helpers = lambda: None  # scripts run make even if they are already compiled
     hook(Steps(Path(folder)))
     sys.argv = [script, *flags]
     sys.path.insert(0, str(Path(script).parent))

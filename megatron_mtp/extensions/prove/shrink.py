@@ -1,4 +1,4 @@
-"""The flags of a launch line as a tiny model that keeps what an MTP loss depends on."""
+"""Shrinks the model of a launch line to a tiny one that keeps everything the MTP loss depends on."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ LAYERS, HIDDEN, FFN, HEADS, GROUPS, CHANNELS = 4, 32, 48, 4, 2, 8
 EXPERTS, EXPERT_FFN, MOST_ROUTED, MOST_DEPTHS = 4, 24, 2, 3
 VOCAB, POSITIONS = 96, 24
 SYMBOLS, MOST_KINDS = "M*-E", 4
-"""Layers of hybrids that can be shrunk: Mamba-2, attention, MLP, experts."""
+"""Layers of hybrids that can be shrunk (Mamba-2, attention, MLP, experts), and the most kinds in a tiny model."""
 
 MAMBA = {"mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_num_heads": 8}
 LATENT = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
@@ -23,7 +23,7 @@ REFUSED = {
     "--heterogeneous-layers-config-encoded-json": "its layers differ from each other",
     "--spec": "the layers are of a module of yours",
 }
-"""Flag to why its model cannot be shrunk."""
+"""Flags of models that cannot be shrunk, with the reason."""
 
 LEFT_OUT = {
     "--window-size": "attention to all tokens instead",
@@ -45,7 +45,7 @@ LEFT_OUT = {
     "--num-virtual-stages-per-pipeline-rank": "a chunk per pipeline rank instead",
     "--num-layers-per-virtual-pipeline-stage": "a chunk per pipeline rank instead",
 }
-"""Flag to what the tiny model has in its place; the MTP loss does not depend on it."""
+"""Flags that the tiny model drops, with its substitute; the MTP loss does not depend on them."""
 
 READ = """
     --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --group-query-attention --num-query-groups
@@ -67,21 +67,21 @@ READ = """
 
 @dataclass(frozen=True)
 class Tiny:
-    """A tiny model, and what the launch line asks of its layout.
+    """A tiny model, with the layout of its launch line.
 
     Attributes:
         config: fields of Megatron's TransformerConfig, as plain values; `activation` is a name.
-        model: arguments of GPTModel: vocab, positions, tied, position_embedding, rotary_base, rotary_percent; of a
+        model: arguments of GPTModel: vocab, positions, tied, position_embedding, rotary_base, rotary_percent; for a
             HybridModel also its pattern.
         sizes: tensor, pipeline, context and expert parallel sizes of the launch line.
-        sequence_parallel: whether the launch line has it.
-        own_stage: whether its MTP layers have a pipeline stage without other layers.
-        recompute: fields of TransformerConfig by which it recomputes activations; empty without.
-        changed: what the tiny model has for what, a phrase each.
-        left_out: flag to what the tiny model has instead.
-        unread: flags that have no part in the loss.
-        in_bf16: whether it trains in BF16, which then has cases beside those in float32.
-        attached: whether its MTP layers are those that this package attaches, not Megatron's own.
+        sequence_parallel: whether the launch line uses sequence parallelism.
+        own_stage: whether the MTP layers have a pipeline stage of their own.
+        recompute: fields of TransformerConfig for activation recomputation; empty without it.
+        changed: differences to the launch line's model, as phrases.
+        left_out: dropped flags, with the tiny model's substitute.
+        unread: flags that do not affect the loss.
+        in_bf16: whether the run uses BF16; it is then tested in addition to float32.
+        attached: whether MTP layers are attached by this package instead of Megatron's own.
     """
 
     config: dict[str, Any]
@@ -98,20 +98,20 @@ class Tiny:
 
     @property
     def depths(self) -> int:
-        """MTP depths."""
+        """Number of MTP depths."""
         return int(self.config["mtp_num_layers"])
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether its layers are those of a pattern."""
+        """Whether the model is a hybrid."""
         return "pattern" in self.model
 
 
 def words_of(file: Path) -> list[str]:
-    """The flags of a YAML file: a mapping of names, with or without hyphens in front, to values.
+    """Return the flags of a YAML file, a mapping of names (with or without leading hyphens) to values.
 
     Raises:
-        ValueError: it cannot be read, or has no such mapping, or PyYAML is missing.
+        ValueError: the file cannot be read, it has no such mapping, or PyYAML is missing.
     """
     try:
         import yaml
@@ -136,10 +136,10 @@ def words_of(file: Path) -> list[str]:
 
 
 def read(words: Sequence[str]) -> dict[str, list[str]]:
-    """Flag, with hyphens, to its values; later ones win, as for argparse.
+    """Parse a launch line into values by flag, with hyphens. Later flags win, as with argparse.
 
     Raises:
-        ValueError: a word in front of the first flag.
+        ValueError: there is a word before the first flag.
     """
     if words and not words[0].startswith("--"):
         raise ValueError(f"the launch flags begin with '{words[0]:.40}', which is not a flag; give them behind --.")
@@ -161,7 +161,7 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 class _Line:
-    """Values of flags by type."""
+    """Reads values of flags by type."""
 
     def __init__(self, flags: Mapping[str, list[str]]) -> None:
         self.flags = flags
@@ -197,13 +197,13 @@ class _Line:
 
 
 def shrink(words: Sequence[str], keeps_sizes: bool = False) -> Tiny:
-    """The tiny model of a launch line.
+    """Build the tiny model of a launch line.
 
     Args:
-        keeps_sizes: whether it has the sizes of the line, as a step of the user's own does.
+        keeps_sizes: whether to keep the sizes of the line, for a step saved by the user's own loop.
 
     Raises:
-        ValueError: a value is wrong, there are no MTP layers, or the model is of a kind that cannot be shrunk.
+        ValueError: a value is wrong, there are no MTP layers, or this kind of model cannot be shrunk.
     """
     flags = read(words)
     line = _Line(flags)
@@ -303,10 +303,10 @@ def shrink(words: Sequence[str], keeps_sizes: bool = False) -> Tiny:
 
 
 def _pattern(given: str, depths: int) -> str:
-    """Four layers of a trunk's kinds, in the order in which it has them, and its depths.
+    """Return a pattern of four layers with the kinds of the trunk, in their order, and the MTP layers.
 
     Raises:
-        ValueError: a kind of layer has no stand-in, or the pattern has no depths.
+        ValueError: a kind of layer has no substitute, or the pattern has no MTP layers.
     """
     trunk, *of_depths = given.replace("|", "").split("/")
     if unknown := sorted({*"".join((trunk, *of_depths))} - {*SYMBOLS}):
@@ -323,7 +323,7 @@ def _activation(line: _Line) -> str:
 
 
 def _latent(line: _Line, sized: Any) -> dict[str, Any]:
-    """Fields of multi-latent attention."""
+    """Return the fields of multi-latent attention."""
     config: dict[str, Any] = {"multi_latent_attention": True, "rope_type": "rope"}
     config["rotary_base"] = line.number("--rotary-base", 10000)
     for name, tiny in LATENT.items():
@@ -334,7 +334,7 @@ def _latent(line: _Line, sized: Any) -> dict[str, Any]:
 
 
 def _experts(line: _Line, sized: Any) -> dict[str, Any]:
-    """Fields of a mixture of experts; no auxiliary loss, whose gradients are not those of eq. 21-25."""
+    """Return the fields of a mixture of experts, without auxiliary loss, which eq. 21-25 do not include."""
     routed = min(line.whole("--moe-router-topk", 2), MOST_ROUTED)
     dense = not line.text("--moe-layer-freq", "1").replace(" ", "").strip("([").startswith("1")
     config: dict[str, Any] = {
@@ -358,7 +358,7 @@ def _experts(line: _Line, sized: Any) -> dict[str, Any]:
 
 
 def _recompute(line: _Line) -> dict[str, Any]:
-    """Fields by which activations are recomputed."""
+    """Return the fields for activation recomputation."""
     if not line.has("--recompute-activations") and not line.has("--recompute-granularity"):
         return {}
     kind = line.choice("--recompute-granularity", "selective", "selective", "full")

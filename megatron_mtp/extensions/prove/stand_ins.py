@@ -1,6 +1,6 @@
-"""Stand-ins in the ranks of worker.py for what a CPU lacks: CUDA, and modules that need Transformer Engine or kernels.
+"""Substitutes, in the ranks of worker.py, for CUDA and for modules that need Transformer Engine or GPU kernels.
 
-It imports torch and the Megatron that is first on PYTHONPATH, and nothing of this package.
+Imports torch and the Megatron that comes first on PYTHONPATH, but nothing from this package.
 """
 
 import sys
@@ -29,7 +29,7 @@ OF_HYBRIDS = {
 
 
 def reasons(is_hybrid: bool) -> dict[str, str]:
-    """What is not Megatron's own in these runs, and why."""
+    """Return the parts that are substituted in these runs, and why."""
     return REASONS | OF_HYBRIDS if is_hybrid else REASONS
 
 
@@ -37,7 +37,7 @@ def reasons(is_hybrid: bool) -> dict[str, str]:
 
 
 class _Stream:
-    """A CUDA stream or event: always finished."""
+    """A CUDA stream or event that is always finished."""
 
     cuda_stream = 0
 
@@ -55,7 +55,7 @@ class _Stream:
 
 
 def stand_in() -> None:
-    """Put the CPU in CUDA's place; before Megatron is imported."""
+    """Substitute the CPU for CUDA. Call it before Megatron is imported."""
 
     def gives(value: Any) -> Any:
         return lambda *_, **__: value
@@ -91,7 +91,7 @@ def _on_the_cpu(make: Any) -> Any:
 
 
 def stand_in_in_megatron() -> None:
-    """Put the CPU's random state and storage in the place of CUDA's, and the modules below in that of local ones."""
+    """Substitute the CPU's random state and storage for CUDA's, and the modules below for Megatron's local ones."""
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_token_prediction
@@ -116,11 +116,11 @@ def stand_in_in_megatron() -> None:
 
 
 class GatheredRanks(torch.autograd.Function):
-    """The same tensor of all ranks of a group, behind each other; gradients are summed."""
+    """Concatenates a tensor over all ranks of a group; gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
-        """The tensors of all ranks."""
+        """Gather the tensors of all ranks."""
         ctx.group, ctx.rows = group, own.size(0)
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, own.contiguous(), group=group)
@@ -128,7 +128,7 @@ class GatheredRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Of this rank's tensor."""
+        """Return the gradient of this rank's tensor."""
         whole = gradients[0].contiguous().clone()
         dist.all_reduce(whole, group=ctx.group)
         start = dist.get_rank(ctx.group) * ctx.rows
@@ -136,7 +136,7 @@ class GatheredRanks(torch.autograd.Function):
 
 
 class Sequence:
-    """Of a rank of context parallelism: the documents of the whole sequence, and the positions that this rank has."""
+    """Documents of the whole sequence, and the positions of this context-parallel rank."""
 
     def __init__(self, bounds: list[int], ranks: int, rank: int) -> None:
         held = [positions_of(bounds, ranks, other) for other in range(ranks)]
@@ -145,7 +145,7 @@ class Sequence:
 
     @classmethod
     def of(cls, positions: int, packed: Any) -> "Sequence":
-        """Of so many positions on this rank, of rows or of packed documents."""
+        """Create the sequence from this rank's number of positions, for plain rows or packed documents."""
         from megatron.core import parallel_state
 
         ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
@@ -155,7 +155,7 @@ class Sequence:
         return cls(held.tolist(), ranks, rank)
 
     def whole(self, own: Tensor) -> Tensor:
-        """A tensor of this rank's positions [S, ...] as that of all positions, in order."""
+        """Gather a tensor of this rank's positions [S, ...] to all positions, in order."""
         from megatron.core import parallel_state
 
         if len(self.own) == len(self.held):
@@ -165,7 +165,7 @@ class Sequence:
 
 
 class Attention(torch.nn.Module):
-    """Causal attention within documents, with grouped queries and context parallelism, as Transformer Engine's."""
+    """Causal attention within documents, with grouped queries and context parallelism, like Transformer Engine's."""
 
     def __init__(
         self, config: Any, *_: Any, softmax_scale: float | None = None, k_channels: int | None = None, **__: Any
@@ -174,7 +174,7 @@ class Attention(torch.nn.Module):
         self.scale = softmax_scale or (k_channels or config.kv_channels) ** -0.5
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **others: Any) -> Tensor:
-        """[S, B, heads * channels] or, packed, [T, heads * channels]."""
+        """Compute [S, B, heads * channels] or, for packed rows, [T, heads * channels]."""
         packed = others.get("packed_seq_params")
         if packed is not None:
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
@@ -202,7 +202,7 @@ class Norm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The normalized values."""
+        """Normalize the values."""
         weight = self.weight + self.shift
         if self.bias is None:
             return torch.nn.functional.rms_norm(hidden, weight.shape, weight, self.eps)
@@ -210,9 +210,9 @@ class Norm(torch.nn.Module):
 
 
 class Mamba(torch.nn.Module):
-    """Megatron's mixer of Mamba-2 (Dao and Gu, arXiv:2405.21060), position by position; states end with documents.
+    """Mamba-2 mixer like Megatron's (Dao and Gu, arXiv:2405.21060), position by position; states end with documents.
 
-    Under context parallelism every rank computes the whole sequence, and keeps its own positions.
+    Under context parallelism every rank computes the whole sequence and keeps its own positions.
     """
 
     conv1d_weight: Tensor
@@ -239,7 +239,7 @@ class Mamba(torch.nn.Module):
             self.register_parameter(name, parameter)
 
     def forward(self, hidden: Tensor, packed_seq_params: Any = None, **_: Any) -> tuple[Tensor, Any]:
-        """The output [S, B, H] of this rank's positions, and no bias."""
+        """Compute the output [S, B, H] of this rank's positions; there is no bias."""
         projected, _bias = self.in_proj(hidden)
         sequence = Sequence.of(projected.size(0), packed_seq_params)
         gate, mixed, steps = sequence.whole(projected).split(
@@ -252,7 +252,7 @@ class Mamba(torch.nn.Module):
         return found
 
     def _convolution(self, mixed: Tensor, document: Tensor) -> Tensor:
-        """Every channel with its three last positions of the document."""
+        """Convolve every channel with its three previous positions in the document."""
         found = self.conv1d_bias + mixed * self.conv1d_weight[:, -1]
         for back in range(1, self.conv1d_weight.size(1)):
             is_same = (document[back:] == document[:-back])[:, None, None]
@@ -261,7 +261,7 @@ class Mamba(torch.nn.Module):
         return torch.nn.functional.silu(found)
 
     def _scan(self, mixed: Tensor, steps: Tensor, document: Tensor) -> Tensor:
-        """The states of all heads, read at every position."""
+        """Run the recurrence of all heads and read the states at every position."""
         values, *shared = mixed.split([self.inner, self.shared, self.shared], dim=-1)
         values = values.unflatten(-1, (self.heads, -1))  # [L, B, heads, channels]
         keys, queries = (
@@ -280,7 +280,7 @@ class Mamba(torch.nn.Module):
 
 
 def positions_of(bounds: list[int], ranks: int, rank: int) -> Tensor:
-    """The positions that a rank of context parallelism holds: of every document a chunk and its mirror image."""
+    """Return the positions of a context-parallel rank: a chunk of every document and its mirror image."""
     if ranks == 1:
         return torch.arange(bounds[-1])
     chunks = [torch.arange(start, end).chunk(2 * ranks) for start, end in pairwise(bounds)]
@@ -295,7 +295,7 @@ def _with_stand_ins(make: Any) -> Any:
 
 
 def with_stand_ins(spec: Any) -> Any:
-    """A spec of Megatron's with the attention and the norms above."""
+    """Replace attention and norms in a Megatron spec by the modules above."""
     import dataclasses
 
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -312,7 +312,7 @@ def with_stand_ins(spec: Any) -> Any:
 
 
 def hybrid_stack_of(config: Any) -> Any:
-    """The spec of a hybrid's layers: Mamba-2, attention, MLP and experts, with Megatron's own linear layers."""
+    """Return the spec of a hybrid's layers: Mamba-2, attention, MLP and experts, with Megatron's own linear layers."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
@@ -327,7 +327,7 @@ def hybrid_stack_of(config: Any) -> Any:
     )
 
     class Stack(HybridStack):
-        """Megatron's stack, whose final norm is Transformer Engine's, with another one."""
+        """Megatron's stack with a different final norm, since its own is Transformer Engine's."""
 
         def __init__(self, config: Any, *args: Any, post_layer_norm: bool = True, **others: Any) -> None:
             super().__init__(config, *args, post_layer_norm=False, **others)

@@ -1,15 +1,15 @@
-"""The ranks: a tiny model of the user's Megatron takes one step in every case, on the CPU over gloo.
+"""Runs the ranks: a tiny model of the user's Megatron takes one step in every case, on the CPU over gloo.
 
     python worker.py JOB.pt FOLDER
 
-A script that stands alone: it imports torch, the Megatron that is first on PYTHONPATH and stand_ins.py beside it; of
-this package nothing but `megatron_mtp.attach`, where attached layers are judged. Torch and Megatron are imported once;
-the ranks of every layout are forked from there. What happens goes to stdout, a JSON object a line: {"megatron": ...}
-first, then {"case": I, "file": PATH} or {"case": I, "failed": SENTENCE, "in": "", "control" or "step"}, the part whose
-model was built last.
+A standalone script: it imports torch, the Megatron that comes first on PYTHONPATH, and stand_ins.py next to it. From
+this package it imports only `megatron_mtp.attach`, and only to judge attached layers. Torch and Megatron are imported
+once; the ranks of every layout are forked from this process. Progress goes to stdout, one JSON object per line:
+{"megatron": ...} first, then {"case": I, "file": PATH} or {"case": I, "failed": SENTENCE, "in": "", "control" or
+"step"}, where "in" is the part whose model was built last.
 
-A case's file holds, for the step and for one without MTP layers (the control): the losses that Megatron logs, sums of
-the main loss by rank, every gradient of the whole model by name, and how far copies on several ranks are apart.
+A case's file has, for the step and for a step without MTP layers (the control): the losses that Megatron logs, sums of
+the main loss by rank, all gradients of the whole model by name, and the differences between copies on several ranks.
 """
 
 import faulthandler
@@ -39,14 +39,14 @@ else:
     del sys.path[0]
 
 GRACE = 3.0
-"""Seconds that other ranks have to fail by themselves once one has."""
+"""Seconds that other ranks have to fail on their own after one has failed."""
 
 
 # --- a tiny model of Megatron's --------------------------------------------------------------------------------------
 
 
 def config_of(job: dict[str, Any], case: dict[str, Any]) -> Any:
-    """The config of a case, without the fields that this Megatron lacks."""
+    """Return the config of a case, without the fields that this Megatron lacks."""
     import dataclasses
 
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -76,7 +76,7 @@ def config_of(job: dict[str, Any], case: dict[str, Any]) -> Any:
 
 
 def model_of(job: dict[str, Any], config: Any) -> Any:
-    """The model of this rank."""
+    """Build the model of this rank."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -85,7 +85,7 @@ def model_of(job: dict[str, Any], config: Any) -> Any:
         return hybrid_model_of(sizes, config)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     whole = spec
-    if not getattr(spec, "layer_specs", None):  # a stage without layers: the MTP layers are like the trunk's last
+    if not getattr(spec, "layer_specs", None):  # a stage without layers: MTP layers use the spec of the trunk's last
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 
         whole = get_gpt_decoder_layer_specs(config, False, config.normalization)[-1]
@@ -101,7 +101,7 @@ def model_of(job: dict[str, Any], config: Any) -> Any:
 
 
 def ends_of(sizes: dict[str, Any]) -> dict[str, Any]:
-    """What GPTs and hybrids are told of their embedding and output layer, on this rank."""
+    """Return the arguments of GPTs and hybrids for embedding and output layer on this rank."""
     from megatron.core import parallel_state
 
     return {
@@ -115,7 +115,7 @@ def ends_of(sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def hybrid_model_of(sizes: dict[str, Any], config: Any) -> Any:
-    """The hybrid model of this rank, with Megatron's MTP block."""
+    """Build the hybrid model of this rank, with Megatron's MTP block."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.multi_token_prediction import (
@@ -137,7 +137,7 @@ def hybrid_model_of(sizes: dict[str, Any], config: Any) -> Any:
 
 
 def attached_model_of(job: dict[str, Any], config: Any) -> tuple[Any, Any]:
-    """The model of this rank without MTP layers of its own, and those that this package attaches to it."""
+    """Build the model of this rank without its own MTP layers, and attach those of this package."""
     from megatron_mtp.attach import attach
 
     depths, config.mtp_num_layers = config.mtp_num_layers, None
@@ -146,7 +146,7 @@ def attached_model_of(job: dict[str, Any], config: Any) -> tuple[Any, Any]:
 
 
 def name_of(name: str, model: Any, tied: bool) -> str:
-    """The name of a parameter in the whole model."""
+    """Return the name of a parameter in the whole model."""
     from megatron.core import parallel_state
 
     if name.startswith("decoder.layers."):
@@ -162,7 +162,7 @@ def name_of(name: str, model: Any, tied: bool) -> str:
 
 
 class Shards:
-    """How weights are shared out over the tensor-parallel ranks."""
+    """Splits weights over the tensor-parallel ranks, and joins them."""
 
     def __init__(self, config: Any) -> None:
         from megatron.core import parallel_state
@@ -172,13 +172,13 @@ class Shards:
         self.ranks = parallel_state.get_tensor_model_parallel_world_size()
 
     def dim(self, name: str, parameter: Any) -> int | None:
-        """The dimension that is cut; None for a weight that every rank has."""
+        """Return the dimension that is split, or None for a replicated weight."""
         if self.ranks == 1 or not getattr(parameter, "tensor_model_parallel", False):
             return None
         return 1 if name.endswith(("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")) else 0
 
     def blocks(self, name: str, size: int) -> list[int]:
-        """Sizes of the parts of a cut dimension of so many rows, each of which is cut by itself."""
+        """Return the sizes of the parts of a dimension of this size; each part is split separately."""
         if "linear_fc1" in name and self.config.gated_linear_unit:
             return [size // 2] * 2
         if "mixer.in_proj" in name or "mixer.conv1d" in name:
@@ -191,14 +191,14 @@ class Shards:
         return [size]
 
     def own(self, name: str, whole: Tensor, dim: int | None) -> Tensor:
-        """This rank's part."""
+        """Return this rank's part of a weight."""
         if dim is None:
             return whole
         blocks = whole.split(self.blocks(name, whole.size(dim)), dim)
         return torch.cat([block.chunk(self.ranks, dim)[self.rank] for block in blocks], dim)
 
     def whole(self, name: str, parts: list[Tensor], dim: int | None) -> Tensor:
-        """The parts of all ranks as one."""
+        """Join the parts of all ranks."""
         if dim is None:
             return parts[0]
         sizes = [size // self.ranks for size in self.blocks(name, parts[0].size(dim) * self.ranks)]
@@ -208,13 +208,13 @@ class Shards:
 
 
 def drawn(name: str, shape: list[int], centered: bool) -> Tensor:
-    """The weight of a name, the same in every layout."""
+    """Return a random weight that depends only on its name, the same in every layout."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) * 0.2
     return values + 1 if "norm" in name and name.endswith("weight") and not centered else values
 
 
 def fill(model: Any, shards: Shards, tied: bool) -> None:
-    """Give every parameter of this rank its part of the weight of its name."""
+    """Set every parameter of this rank to its part of the weight with its name."""
     with torch.no_grad():
         for own_name, parameter in model.named_parameters():
             name, shape = name_of(own_name, model, tied), list(parameter.shape)
@@ -231,14 +231,14 @@ def fill(model: Any, shards: Shards, tied: bool) -> None:
 def step(
     job: dict[str, Any], case: dict[str, Any], ddp: Any, config: Any, attached: Any = None
 ) -> tuple[list[float], float]:
-    """Forward and backward of all microbatches by Megatron's schedule.
+    """Run forward and backward of all microbatches with Megatron's schedule.
 
     Args:
-        attached: what this package has attached to the model; None where the MTP layers are Megatron's own.
+        attached: layers that this package has attached to the model; None if the MTP layers are Megatron's own.
 
     Returns:
-        The MTP losses that Megatron's log would show, and the sum of the main loss over this rank's targets; of ranks
-        that do not have them, nothing and 0.
+        The MTP losses that Megatron would log, and the sum of the main loss over this rank's targets; an empty list and
+        0 on ranks that do not have them.
     """
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -311,11 +311,11 @@ def step(
 
 
 def gradients_of(model: Any, shards: Shards, tied: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Of the whole model on rank 0, with the distances of copies that should be equal; collective."""
+    """Gather the gradients of the whole model on rank 0, with the differences of copies; a collective call."""
     own = []
     for own_name, parameter in model.named_parameters():
         if own_name == "output_layer.weight" and tied and hasattr(model, "embedding"):
-            continue  # the MTP layers' embedding is the head here; this copy is not used
+            continue  # the MTP layers' embedding is the output weight here; this copy is not used
         name = name_of(own_name, model, tied)
         gradient = parameter.main_grad if parameter.main_grad is not None else parameter.grad
         own.append((name, shards.dim(name, parameter), shards.rank, gradient.detach().clone()))
@@ -338,7 +338,7 @@ def gradients_of(model: Any, shards: Shards, tied: bool) -> tuple[dict[str, Tens
 
 
 def run(job: dict[str, Any], case: dict[str, Any], folder: Path, file: str) -> None:
-    """A case on this rank; rank 0 writes its file."""
+    """Run a case on this rank; rank 0 writes its file."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -377,7 +377,7 @@ def run(job: dict[str, Any], case: dict[str, Any], folder: Path, file: str) -> N
 
 
 def rank_of(job: dict[str, Any], cases: list[int], rank: int, folder: Path, round_: int) -> None:
-    """A forked rank: the cases of one layout, one after the other."""
+    """Run the cases of one layout, one after the other, in a forked rank."""
     from megatron.core import parallel_state
 
     layout = job["cases"][cases[0]]["layout"]
@@ -409,12 +409,12 @@ def rank_of(job: dict[str, Any], cases: list[int], rank: int, folder: Path, roun
 
 
 def say(event: dict[str, Any]) -> None:
-    """One line on stdout, whole."""
+    """Print one complete line to stdout."""
     os.write(1, (json.dumps(event) + "\n").encode())
 
 
 def forked(job: dict[str, Any], cases: list[int], folder: Path, round_: int) -> tuple[int, str] | None:
-    """Run the cases of a layout on its ranks; the case that failed, with the reason, or None."""
+    """Run the cases of a layout on its ranks. Return the case that failed, with the reason, or None."""
     ranks = job["cases"][cases[0]]["layout"]["ranks"]
     children = {}
     for rank in range(ranks):
@@ -454,7 +454,7 @@ def forked(job: dict[str, Any], cases: list[int], folder: Path, round_: int) -> 
 
 
 def reason(folder: Path, failed: list[int]) -> tuple[int, str]:
-    """The case that failed and a sentence with the reason."""
+    """Return the case that failed and a sentence with the reason."""
     at = folder / f"at-{failed[0]}"
     case = int(at.read_text()) if at.exists() else -1
     for rank in failed:
@@ -471,12 +471,12 @@ def reason(folder: Path, failed: list[int]) -> tuple[int, str]:
 
 
 def main() -> None:
-    """All cases of the job, layout by layout."""
+    """Run all cases of the job, layout by layout."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     stand_ins.stand_in()
     import megatron.core
-    from megatron.core.models.gpt import gpt_layer_specs, gpt_model  # noqa: F401  # what every rank would import
+    from megatron.core.models.gpt import gpt_layer_specs, gpt_model  # noqa: F401  # import once for all forked ranks
     from megatron.core.transformer import multi_token_prediction
 
     stand_ins.stand_in_in_megatron()

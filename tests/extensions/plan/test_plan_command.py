@@ -141,7 +141,7 @@ def test_the_page_has_bars_of_every_stage(tmp_path: Path, capsys: pytest.Capture
         (["--gpu", "H100", "--gpus", "0", "--", *SMALL], "--gpus is 0; give 1 or more"),
         ([*GPUS, "--depths", "-1", "--", *SMALL], "--depths is -1"),
         ([*GPUS, "--step-seconds", "1e-9", "--", *SMALL], "head and losses alone take"),
-        ([*GPUS, "--accepted", "0.5,0.9", "--", *SMALL], "numbers above 0 and up to 1 that do not rise"),
+        ([*GPUS, "--accepted", "0.5,0.9", "--", *SMALL], "numbers above 0 and up to 1, each at most the one before"),
         ([*GPUS, "--accepted", "nobody", "--", *SMALL], "--accepted is 'nobody'"),
         ([*GPUS, "--batches", "0", "--", *SMALL], "--batches has 0"),
         ([*GPUS, "--", *SMALL, "--global-batch-size", "63"], "--global-batch-size is 63; give a multiple of 2"),

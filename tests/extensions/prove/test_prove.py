@@ -195,7 +195,7 @@ def test_ranks_that_say_nothing_are_ended(
     monkeypatch.setattr(proving, "SILENCE", 0.5)
     assert main(["--", *FLAGS], "megatron-mtp prove") == 2
     said = capsys.readouterr().err
-    assert "cannot be imported (no word within" in said
+    assert "cannot be imported (no response within" in said
     assert len(said.splitlines()) == 1
 
 
@@ -352,9 +352,9 @@ def test_names_of_transformer_engine_are_those_of_local_modules() -> None:
         (
             lambda tensors: tensors.pop("gradients.module.output_layer.weight"),
             [],
-            "has not both a weight and a gradient",
+            "needs both a weight and a gradient",
         ),
-        (lambda tensors: tensors.update(losses=torch.ones(3)), [], "losses has not the shape [2]"),
+        (lambda tensors: tensors.update(losses=torch.ones(3)), [], "losses does not have the shape [2]"),
         (lambda tensors: tensors.update({"microbatches.1.labels": torch.ones(1, 23)}), [], "are not all [rows, S]"),
         (None, ["--window-size", "128"], "cannot judge a step with --window-size"),
         (None, ["--bf16", "--num-experts", "8"], "cannot judge experts in BF16"),

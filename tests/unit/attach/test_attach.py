@@ -108,7 +108,7 @@ def test_a_fitted_drafter_has_the_layers_and_tokens_of_its_training(model: Path,
 def test_a_fit_of_a_block_drafter_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         attach.main([str(model), "texts", str(tmp_path), "--drafter", "dspark", "--drafter-init", "fitted"], "attach")
-    assert "--drafter-init is fitted, which an EAGLE-3 drafter (--drafter eagle3)" in capsys.readouterr().err
+    assert "--drafter-init fitted needs an EAGLE-3 drafter (--drafter eagle3)" in capsys.readouterr().err
 
 
 def test_a_drafter_with_mtp_layers_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -339,7 +339,7 @@ def test_a_trunk_of_megatrons_is_attached_to_without_its_weights_elsewhere(
     (trunk / TRACKER).write_text("3")
     with pytest.raises(SystemExit, match="2"):
         cli.main(["attach", str(model), "texts", str(tmp_path / "run"), *given, "--mtp-init", "fitted"])
-    assert "--mtp-init was given with --load, whose trunk no machine holds; leave it out" in capsys.readouterr().err
+    assert "--mtp-init was given with --load, for trunks too large for one machine" in capsys.readouterr().err
     args = settings(model, tmp_path / "run", *given)
     left_out = [name for name in STEPS if command_of(name, args) is None]
     assert left_out == ["trunk", "sample", "probe", "verify", "draft"]
@@ -388,7 +388,7 @@ def test_conversations_are_answered(model: Path, tmp_path: Path, capsys: pytest.
     assert "last-layer" in (command_of("start", args) or [])
     with pytest.raises(SystemExit, match="2"):
         cli.main(["attach", str(model), str(chats), "--self-generated", "200", "--mtp-init", "fitted"])
-    assert "--mtp-init is fitted, and there is no text but conversations" in capsys.readouterr().err
+    assert "--mtp-init fitted needs plain text, and the corpus has only chats" in capsys.readouterr().err
 
 
 def test_flags_of_chats_reach_the_corpus(model: Path, tmp_path: Path) -> None:
@@ -509,7 +509,7 @@ def test_other_settings_than_those_of_a_run_are_refused(
     (tmp_path / "other" / "config.json").write_text("{}")
     begun = f"{run} was begun with"
     for words, says in (
-        (["attach", str(tmp_path / "other"), "texts", str(run)], f"{begun} MODEL {model}; give the same to go on"),
+        (["attach", str(tmp_path / "other"), "texts", str(run)], f"{begun} MODEL {model}; give the same to continue"),
         (["attach", str(model), "prose", str(run)], f"{begun} CORPUS {Path('texts').absolute()}; give"),
         ([*given, "--self-generated", "100", "--loss", "tv"], f"{begun} no --loss, no --self-generated; give"),
         ([*given, "--self-generated", "9"], "--self-generated is 9; give 25 or more"),
@@ -539,7 +539,7 @@ def test_a_run_is_begun_anew_where_that_is_asked_for(
         (given, f"{run} has no attach.json, so attach did not make it; name another RUN."),
         ([*given, "--dry-run"], "--overwrite was given with --dry-run, which removes nothing; leave"),
         ([*given, "--only", "train"], "--overwrite was given with --only, which removes nothing; leave"),
-        (["attach", str(model), str(tmp_path / "all/texts"), str(tmp_path / "all"), "--overwrite"], "would remove"),
+        (["attach", str(model), str(tmp_path / "all/texts"), str(tmp_path / "all"), "--overwrite"], "would delete"),
     ):
         with pytest.raises(SystemExit, match="2"):
             cli.main(words)
@@ -792,8 +792,8 @@ BAD = {
     "--evaluated-batches 0": "--evaluated-batches is 0; give 1 or more.",
     "--family gpt5": "--family is 'gpt5'; give one of deepseek_v3, glm4_moe,",
     "--launch a'b": "--launch is 'a'b', which is not a command (No closing quotation); correct it.",
-    "--launch=": "--launch is '', which begins with no program of this machine; correct it.",
-    "--launch no-such-launcher": "--launch is 'no-such-launcher', which begins with no program",
+    "--launch=": "--launch is '', and this machine has no such program; correct it.",
+    "--launch no-such-launcher": "--launch is 'no-such-launcher', and this machine has no such program",
 }
 
 

@@ -166,7 +166,7 @@ def test_both_heads_losses_add_up_and_the_drafters_is_told() -> None:
         (
             {"drafter": "eagle3", "mtp_draft_vocab_size": 8},
             {},
-            "mtp_draft_vocab_size in the settings is not for such",
+            "mtp_draft_vocab_size in the settings is not supported for these",
         ),
         ({"drafter": "eagle3", "drafter_layers": (1, 2, 9)}, {}, "--drafter-layers is 1 2 9, and the trunk has 4"),
         ({"drafter": "dspark", "mtp_loss": "no"}, {}, "--mtp-loss is 'no'"),

@@ -223,7 +223,7 @@ def test_an_attached_drafter_has_its_window_as_in_train(kind: str) -> None:
     ("heads", "said"),
     [
         ([Head(MTPConfig(mtp_unroll=3), 2)], "mtp_unroll is set, which repeats one MTP layer, and the model has 2"),
-        ([Head(settings_of("eagle3", mtp_unroll=3))], "mtp_unroll in the settings is not for such attached heads"),
+        ([Head(settings_of("eagle3", mtp_unroll=3))], "mtp_unroll in the settings is not supported for these"),
     ],
 )
 def test_an_unroll_needs_one_layer(heads: list[Head], said: str) -> None:
@@ -529,8 +529,8 @@ def test_two_drafters_of_a_kind_have_names() -> None:
     [
         ([Head(depths=1), Head(depths=2)], "two of the heads are MTP layers"),
         ([Head(settings_of("eagle3")), Head(settings_of("eagle3"))], r"two heads are called 'eagle3'; .*name="),
-        ([Head(settings_of("eagle3"), name="policy")], "a drafter has a name of mtp, drafter_block, policy, which"),
-        ([Head(settings_of("eagle3"), name="a.b")], "a head is called 'a.b', which names a module too"),
+        ([Head(settings_of("eagle3"), name="policy")], "a drafter cannot be called mtp or drafter_block or policy"),
+        ([Head(settings_of("eagle3"), name="a.b")], "a head is called 'a.b', which is not a valid module name"),
         ([Head(settings_of("eagle3"), 2)], "'eagle3' is a drafter, whose number of drafts is drafter_steps"),
         ([Head(depths=1, weight=-1.0)], "the weight of a head is -1.0; give 0 or more"),
         ([Head(depths=1), Head(settings_of("eagle3", mtp_loss="no"))], "--mtp-loss is 'no'"),
@@ -546,5 +546,5 @@ def test_heads_that_do_not_go_together_are_one_sentence(heads: list[Head], said:
 
 
 def test_heads_beside_what_is_short_for_them_are_refused() -> None:
-    with pytest.raises(ValueError, match="heads were given with what is short for them"):
+    with pytest.raises(ValueError, match="heads were given with `depths=` or `settings=`, which are short for them"):
         attach(stock("dense"), 1, heads=[Head(depths=1)])

@@ -598,9 +598,9 @@ class Adapted(torch.nn.Module):
 
 
 HEADS: dict[str, tuple[Any, str]] = {
-    "adapter": (Adapted, "is a Adapted, whose parameters down, up .* leave the output layer out of the adapter's targ"),
-    "critic": (lambda _: torch.nn.Linear(32, 1), "is a Linear, and .* a row for each of the 96 tokens; .* a critic"),
-    "none": (lambda _: None, "is a NoneType, and MTP layers draft with one that has a row for each of the 96 tokens"),
+    "adapter": (Adapted, r"\(Adapted\) has more parameters, down, up, .* output layer from the adapter's targ"),
+    "critic": (lambda _: torch.nn.Linear(32, 1), r"\(Linear\) does not have a row for each of the 96 .* a critic"),
+    "none": (lambda _: None, r"\(NoneType\) does not have a row for each of the 96 tokens, which MTP layers need"),
 }
 
 
@@ -741,11 +741,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no depths": ({}, {"depths": None}, "the model has no MTP layers, and depths is None; give the number"),
     "none": ({}, {"depths": 0}, "depths is 0; give 1 or more"),
     "others": ({"depths": 2}, {"depths": 3}, "the model has 2 MTP layers, and depths is 3; give None"),
-    "settings": ({}, DEPTHS_ONLY, "mtp_architecture in the settings is not for such attached heads; leave it out"),
+    "settings": ({}, DEPTHS_ONLY, "mtp_architecture in the settings is not supported for these attached"),
     "draft vocabulary": (
         {},
         {"settings": MTPConfig(mtp_draft_vocab_size=8)},
-        "mtp_draft_vocab_size in the settings is not for such attached heads; leave it out, or give",
+        "mtp_draft_vocab_size in the settings is not supported for these attached heads; leave it",
     ),
     "schedule": (
         {},
@@ -767,7 +767,7 @@ def test_arguments_that_do_not_fit_are_refused(case: str) -> None:
 
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "schedule plans": ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm runs schedule"),
-    "graph": ({"cuda_graph_impl": "full_iteration"}, "cuda_graph_impl is full_iteration, and hooks are not in"),
+    "graph": ({"cuda_graph_impl": "full_iteration"}, "cuda_graph_impl is full_iteration, whose replay does not run"),
     "own stage": ({"mtp_standalone": True}, "the pipeline layout gives the MTP layers a stage of their own; put m"),
     "layout": ({"pipeline_model_parallel_layout": object()}, "the pipeline layout has no place for new MTP layers"),
     "delayed": ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "fp8_recipe is delayed, whose scales would be updated"),

@@ -72,7 +72,7 @@ def test_drafts_of_a_folder_are_compared_with_its_record(folder: Path, check: Ru
     assert found["drafts accepted a step"] < 0.3
     assert found["drafts"] >= 64
     _, shown, _ = check()
-    assert "drafts are accepted less than recorded, beyond the error and a tolerance of 5%: the text is unlike" in shown
+    assert "fewer drafts are accepted than recorded, beyond the error and a tolerance of 5%: the text differs" in shown
 
 
 @pytest.mark.usefixtures("megatron")
@@ -115,9 +115,9 @@ def test_a_server_is_asked_what_it_accepts(
     [
         (["--prompts", "0"], "--prompts is 0; give 1 or more"),
         (["--tolerance", "1"], "--tolerance is 1; give 0 or more, and less than 1."),
-        (["--prompts", "60"], "--text gives 40 prompts of 20 tokens, and 60 are asked for; give more text"),
+        (["--prompts", "60"], "--text has 40 prompts of 20 tokens, and 60 are needed; give more text"),
         (["--model", "x"], "--model was given without --server; leave it out."),
-        (["--server", "http://127.0.0.1:9"], "gives no answer for the list of models"),
+        (["--server", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9 for the list of models"),
     ],
 )
 def test_bad_input_is_one_sentence(flags: list[str], says: str, folder: Path, check: Run) -> None:

@@ -129,7 +129,7 @@ def test_failures_are_tried_again(stub: Any, sample: Callable[..., tuple[int, st
     ("failure", "says"),
     [
         (500, "answers 500 for text 1 9 times (Error code: 500"),
-        (None, "gives no answer for text 1 ("),
+        (None, " for text 1 ("),
         (400, "answers 400 for text 1 and is not asked again (Error code: 400"),
         (401, "set OPENAI_API_KEY to its key"),
     ],
@@ -156,7 +156,7 @@ def test_a_server_that_stays_broken_is_one_sentence_and_the_command_goes_on(
             "gives the token ids [67, 68, 70] for 'bcd', and here they are 'bce'; serve the model",
         ),
         ({"text": "bcdbcdbcd"}, "counts 3 tokens in 'bcdbcdbcd', and here they are 9; serve the model"),
-        ({"text": None}, "gives text 0 in another form than OpenAI's; correct the URL."),
+        ({"text": None}, "sends text 0 in a format other than OpenAI's; correct the URL."),
         ({"finish_reason": "abort"}, "text 0 ended by 'abort'; see the server's log."),
     ],
 )
@@ -174,7 +174,7 @@ def test_answers_of_another_kind_are_refused(
     [
         (["--model", "other"], "serves tiny, and --model is other; give one of these."),
         (["--dtype", "float32"], "--dtype was given with --server, which runs the model as it was started; leave"),
-        (["--server", "http://127.0.0.1:9"], "gives no answer for the list of models ("),
+        (["--server", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9 for the list of models ("),
     ],
 )
 def test_bad_input_is_one_sentence(flags: list[str], says: str, sample: Callable[..., tuple[int, str, str]]) -> None:

@@ -141,5 +141,5 @@ def test_an_output_inside_its_source_is_refused_through_links_too(tmp_path: Path
         check_outside(tmp_path / path, source, tmp_path / "other")
     for path in ("source/out", "source/not/there", "in/out", "in", "other/out", "out/../source/out"):
         for read in (source, tmp_path / "other"):
-            with pytest.raises(ValueError, match=r"lies inside .*, which it is made from; name a place"):
+            with pytest.raises(ValueError, match=r"is inside .*, which it is made from; name a place"):
                 check_outside(tmp_path / path, tmp_path / "out", read)

@@ -321,8 +321,8 @@ def test_a_dataset_holds_what_counts(made: Callable[..., str], tmp_path: Path) -
     counts = sum(stop - start for document in expected for start, stop in document.spans)
     assert f"{counts} of {sum(len(document.ids) for document in expected)} tokens count, in 3 documents" in lines[0]
     assert lines[1:] == [
-        "1 of 3 chats are left out, since they hold no answer of the assistant",
-        "1 documents are earlier turns, which the chat template renders otherwise once others follow",
+        "1 of 3 chats are skipped because they have no assistant message",
+        "1 documents are earlier turns, which the chat template renders differently once others follow",
     ]
 
 
@@ -357,7 +357,7 @@ def test_all_bad_lines_are_refused_at_once(made: Callable[..., str], tmp_path: P
     ]
     assert (more, advice) == (
         "  and 4 more",
-        "Correct or remove them, or leave them out with --chat-skip-bad-lines.",
+        "Correct or remove them, or skip them with --chat-skip-bad-lines.",
     )
     assert not list(tmp_path.glob("made.*"))
 
@@ -368,8 +368,8 @@ def test_bad_lines_are_left_out_if_they_shall(made: Callable[..., str]) -> None:
     first, *lines = counted_part(prefix, 200)
     assert "in 1 documents" in first
     assert lines[:2] == [
-        "6 of 7 lines are left out, since they cannot be trained on (--chat-skip-bad-lines)",
-        "1 turns of the assistant do not count, as their fields request (weight, loss, train or the like)",
+        "6 of 7 lines are skipped because they cannot be trained on (--chat-skip-bad-lines)",
+        "1 assistant messages are masked by their own fields (weight, loss, train or the like)",
     ]
     assert [line.split("chats.jsonl', ")[1][:6] for line in lines[2:]] == [f"line {place}" for place in range(2, 7)]
 
@@ -381,8 +381,8 @@ def test_preprocess_says_what_it_leaves_out(
     paths = ["--chat", str(tmp_path / "chats.jsonl"), "--tokenizer", str(tmp_path / "tokenizer"), "--workers", "1"]
     assert preprocess([*paths, "--output-prefix", str(tmp_path / "last"), "--chat-mask-history"]) == 0
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "1 of 2 chats are left out, since they hold no answer of the assistant",
-        "1 turns of the assistant do not count, since others follow (--chat-mask-history)",
+        "1 of 2 chats are skipped because they have no assistant message",
+        "1 assistant messages are masked because others follow (--chat-mask-history)",
     ]
     assert "⟦a" not in example(str(tmp_path / "last"), str(tmp_path / "tokenizer"))
     assert preprocess([*paths, "--output-prefix", str(tmp_path / "last")]) == 2
@@ -404,7 +404,7 @@ def test_chats_of_a_larger_vocabulary_are_refused(made: Callable[..., str]) -> N
 
 
 def test_nothing_that_counts_is_refused(made: Callable[..., str], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no token counts, since no chat has an answer"):
+    with pytest.raises(ValueError, match="no tokens to train on, since no chat has an assistant message"):
         made({"messages": [user("q")]})
     assert not (tmp_path / "made.idx").exists()
 
@@ -544,11 +544,11 @@ def test_what_is_cut_is_counted(made: Callable[..., str]) -> None:
     late = {"messages": [user("q" * 90), said("a")]}
     lines = counted_part(made(short, long, late), 60)
     (first, *_), cut = lines, lines[-1]
-    assert "2 documents are cut to --seq-length 60: " in cut
-    assert cut.endswith("1 documents are left out, since nothing that counts is left")
+    assert "2 documents are truncated to --seq-length 60: " in cut
+    assert cut.endswith("1 documents are skipped because no such token remains")
     whole, kept = (int(found) for found in (2 + 51 + 2, first.split(": ")[1].split(" of")[0]))
     assert f"{whole - kept} tokens that count are lost" in cut
-    with pytest.raises(ValueError, match="within which no token counts of any chat"):
+    with pytest.raises(ValueError, match=r"and no chat in .* has a token that counts within it"):
         counted_part(made(late), 60)
 
 

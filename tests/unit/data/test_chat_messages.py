@@ -110,7 +110,7 @@ def test_the_system_has_one_message() -> None:
     ("field", "because"),
     [
         ({"system": "T"}, "its first message is another one of the system"),
-        ({"weight": 0.5}, "'weight': 0.5, and chats all count alike"),
+        ({"weight": 0.5}, "'weight': 0.5, but all chats have equal weight"),
         ({"mask": "Assistant"}, "'mask': 'Assistant', and all but the assistant is masked"),
         ({"message_loss_mask": [0, 1]}, "'message_loss_mask' of all messages; give each message"),
         ({"ignore": True}, "'ignore': True; remove the line"),
@@ -175,7 +175,7 @@ def test_a_field_may_leave_a_turn_out_and_asks_for_nothing_if_false(name: str) -
         ({"role": "assistant", "content": "a", "ignore": True, "train": 1}, "'ignore' and 'train', which contradict"),
         ({"role": "assistant", "content": "a", "ignore_loss": 1}, "a field 'ignore_loss', which is not read"),
         ({"role": "assistant", "content": "a", "training_detail": []}, "a field 'training_detail', which is not read"),
-        ({"role": "user", "content": "a", "train": True}, "trained on by 'train', but what the assistant writes alone"),
+        ({"role": "user", "content": "a", "train": True}, "has 'train', but only assistant messages are trained on"),
     ],
 )
 def test_what_has_no_place_is_refused_by_name(message: dict[str, Any], because: str) -> None:

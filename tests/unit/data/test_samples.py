@@ -269,7 +269,7 @@ def test_texts_are_not_written_into_the_model(
     for place in (scene / "plain", tmp_path / "link" / "data"):
         status, _, said = sample("--texts", 2, "--output-prefix", place / "own")
         assert (status, said.count("\n")) == (2, 1)
-        assert "own.texts.jsonl lies inside" in said
+        assert "own.texts.jsonl is inside" in said
     assert sample("--texts", 2, "--output-prefix", scene / "plain", "--dry-run")[0] == 0  # files beside the folder
 
 

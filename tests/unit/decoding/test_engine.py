@@ -681,7 +681,7 @@ def test_a_full_queue_says_so() -> None:
     engine = engine_of(running=1, waiting=2)
     for _ in range(2):
         engine.add(request_of([1], 3))
-    with pytest.raises(QueueFull, match="2 requests wait already"):
+    with pytest.raises(QueueFull, match="2 requests are already waiting"):
         engine.add(request_of([1], 3))
     engine.step()
     same = engine.add(request_of([1], 3))

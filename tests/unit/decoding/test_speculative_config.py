@@ -61,7 +61,7 @@ def test_what_vllm_does_and_this_does_not_is_refused(key: str, value: object, sa
 
 
 def test_one_setting_has_one_name() -> None:
-    with pytest.raises(ValueError, match="rejection_sample_method and verifier are one setting"):
+    with pytest.raises(ValueError, match="rejection_sample_method and verifier are the same setting"):
         config_from({"method": "mtp", "rejection_sample_method": "block", "verifier": "block"})
 
 

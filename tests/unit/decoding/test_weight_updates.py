@@ -183,7 +183,7 @@ def test_what_is_no_update_is_refused(versions: Versions) -> None:
         update_weights(engine, [], "kill")
     with pytest.raises(ValueError, match="'lm_head' is not a tensor of this model; send"):
         update_weights(engine, [("lm_head", torch.zeros(1))])
-    with pytest.raises(RuntimeError, match="an update of the weights has failed half-way"):
+    with pytest.raises(RuntimeError, match="an update of the weights failed halfway"):
         engine.step()
     update_weights(engine, versions.weights(0))
     assert engine.step() == []

@@ -267,7 +267,7 @@ def test_without_probes_the_doctor_goes_by_versions(
     assert cli.main(["doctor", "--patches"]) == 0
     text = capsys.readouterr().out
     assert re.search(rf"^-    patches +{len(ROWS)} unknown version:", text, re.M)
-    assert "compile_helpers: unknown version (--probe asks whether it has the fault)\n  The wheel" in text
+    assert "compile_helpers: unknown version (--probe tests whether it has the fault)\n  The wheel" in text
 
 
 def test_the_version_is_that_of_the_checkout_on_the_path(tmp_path: Path) -> None:

@@ -326,7 +326,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "seed": ({"seed": 2**63 - 1, "n": 2}, "seed + n exceeds a signed 64-bit integer (seed=", "seed"),
     "huge seed": ({"seed": 10**30}, "seed: Input should be less than", "seed"),
     "n": ({"n": 0}, "n: Input should be greater than or equal to 1", "n"),
-    "many": ({"prompt": ["a"] * 129}, "the request has 129 outputs; this server takes 128 at once", None),
+    "many": ({"prompt": ["a"] * 129}, "the request has 129 outputs; this server allows 128 at once", None),
     "a million": ({"prompt": ["a"] * 10**6}, "the request has 1000000 outputs", None),
     "stop": ({"stop": ""}, "stop: give at most 64 strings of 1 to 256 characters", "stop"),
     "stops": ({"stop": ["a"] * 65}, "stop: give at most 64 strings", "stop"),

@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "documents": (CHATS, {"documents": [{"text": "a"}]}, "documents", "does not read 'documents'; leave it out."),
     "stop token": (COMPLETIONS, {"stop_token_ids": [258]}, "stop_token_ids", "stop_token_ids has 258; give 0 to 257."),
-    "salt": (COMPLETIONS, {"cache_salt": "x"}, "cache_salt", "all clients share the cache of beginnings"),
+    "salt": (COMPLETIONS, {"cache_salt": "x"}, "cache_salt", "all clients share the prefix cache"),
     "user": (COMPLETIONS, {"user": 5}, "user", "user: Input should be a valid string"),
     "grammar": (CHATS, {"regex": "a+"}, "regex", "'regex' is not served here; leave it out."),
     "special tokens": (CHATS, {"add_special_tokens": True}, "add_special_tokens", "with another value than false"),

@@ -252,8 +252,8 @@ def test_steps_that_are_left_out_are_named_and_counted(
     train(metrics, args, 4, 5)
     metrics.leave_out(args.train_iters)
     metrics.close()
-    said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
-    assert said == [f"> {steps} left out (--iterations-to-skip)" for steps in ("steps 2 to 3 are", "step 6 is")]
+    said = [line for line in capsys.readouterr().out.splitlines() if "--iterations-to-skip" in line]
+    assert said == [f"> skipping {steps} (--iterations-to-skip)" for steps in ("steps 2 to 3", "step 6")]
     assert [(row["iteration"], row["left out steps"]) for row in rows(tmp_path)] == [(4, 2), (5, 1)]
 
 
@@ -337,7 +337,7 @@ def test_how_a_run_was_started_is_recorded(
         write_run_record(tmp_path, args)
         assert len(record(tmp_path)["starts"]) == 1
     write_run_record(tmp_path / "nowhere", args)
-    assert "cannot be written (No such file or directory); the run goes on without it" in capsys.readouterr().out
+    assert "cannot be written (No such file or directory); the run continues without it" in capsys.readouterr().out
 
 
 def test_a_resumed_run_does_not_count_steps_twice(args: Namespace, tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_a_depth_without_a_position_is_named_once(
         metrics.add({**report(4.0, 4), "mtp_2 loss": nothing.clone()}, {})
         metrics.end_step(Step(step))
     metrics.close()
-    assert capsys.readouterr().out.count("> mtp_2 loss: no position counts, so that 0 is shown; documents may be") == 1
+    assert capsys.readouterr().out.count("> mtp_2 loss: 0 is shown because no position counts; documents may be") == 1
     assert [row["mtp_2 loss"] for row in rows(tmp_path)] == [0.0, 0.0]
 
 

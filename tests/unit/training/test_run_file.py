@@ -60,7 +60,7 @@ def test_an_empty_file_says_nothing(parser: ArgumentParser, tmp_path: Path) -> N
 @pytest.mark.parametrize("text", ["a: &a {b: *a}", "a: " + "{a: " * 5000 + "1" + "}" * 5000])
 def test_sections_without_an_end(text: str, parser: ArgumentParser, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(ValueError, match=r"whose sections are in each other too deeply; write fewer.$"):
+    with pytest.raises(ValueError, match=r"whose sections are nested too deeply; write fewer levels.$"):
         flags_of(tmp_path / "run.yaml", parser)
 
 

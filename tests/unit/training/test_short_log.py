@@ -56,7 +56,7 @@ def test_a_narrow_terminal_gets_what_fits() -> None:
 
 def test_skipped_steps_are_said() -> None:
     skipped = {"skipped steps": 3, "left out steps": 2}
-    begins = "step 120/560 | 3 steps skipped | 2 steps left out | lm loss"
+    begins = "step 120/560 | 3 steps skipped | 2 steps skipped by --iterations-to-skip | lm loss"
     assert line_of(ROW | skipped, {}, 560, 4096).startswith(begins)
 
 

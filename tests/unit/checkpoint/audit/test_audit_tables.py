@@ -118,7 +118,7 @@ DAMAGED: dict[str, tuple[Spoil, str, str]] = {
         f"'{DEPTH}eh_proj.weight': all numbers are 0, {NEVER}",
     ),
     "eh_proj of 1e30": (
-        on(r"3\.eh_proj", lambda one: one * 1e30), "implausible numbers", "no training leaves such weights",
+        on(r"3\.eh_proj", lambda one: one * 1e30), "implausible numbers", "no training produces such weights",
     ),
     "a projection of 1e-30": (
         on(r"3\.eh_proj", lambda one: one * 1e-30), "implausible numbers", "they compute as zeros",
@@ -134,7 +134,7 @@ DAMAGED: dict[str, tuple[Spoil, str, str]] = {
         on(r"2\.input_layernorm", torch.zeros_like), "implausible numbers",
         f"'{LAST}input_layernorm.weight': all numbers are 0, {NEVER}",
     ),
-    "a norm of 1e38": (on(r"^model\.norm", constant(1e38)), "implausible numbers", "numbers go up to 1e+38"),
+    "a norm of 1e38": (on(r"^model\.norm", constant(1e38)), "implausible numbers", "values go up to 1e+38"),
     "enorm is hnorm": (
         copied(r"3\.hnorm", "3.enorm"), "implausible numbers",
         f"'{DEPTH}enorm.weight' and '{DEPTH}hnorm.weight' are equal bit by bit",
@@ -145,7 +145,7 @@ DAMAGED: dict[str, tuple[Spoil, str, str]] = {
     ),
     "half of the rows lost": (
         on(r"1\.self_attn\.o_proj", lambda one: rows(one, 24, 48)), "implausible numbers",
-        "self_attn.o_proj.weight': rows 24 to 47 of 48 are zeros, as where a shard",
+        "self_attn.o_proj.weight': rows 24 to 47 of 48 are zeros, as if a shard",
     ),
     "a quarter of the columns lost": (
         on(r"2\.experts\.1\.down_proj|1\.self_attn\.o_proj", lambda one: rows(one.T, 0, 16).T),

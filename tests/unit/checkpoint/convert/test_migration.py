@@ -184,7 +184,7 @@ def test_tensors_without_a_place_are_refused() -> None:
         ("Z-", r"no GPT has Z \(no layer of Megatron\)"),
         ("", "have a pattern without layers; the checkpoint is damaged"),
         ("/*-", "have a pattern without layers; the checkpoint is damaged"),
-        (None, "is a GPT already"),
+        (None, "is already a GPT"),
     ],
 )
 def test_a_pattern_that_is_no_gpt_is_refused_by_its_symbol(pattern: str | None, says: str) -> None:
@@ -369,7 +369,7 @@ def test_verify_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert run("verify", source, source) == 2
     assert "are GPT checkpoints; give a GPT and a hybrid" in capsys.readouterr().err
     assert run("gpt-to-hybrid", target, tmp_path / "again") == 2
-    assert "is a hybrid model of layers *-*-/*- already; hybrid-to-gpt is the other way." in capsys.readouterr().err
+    assert "is already a hybrid model of layers *-*-/*-; for the reverse, use hybrid-to-gpt." in capsys.readouterr().err
     assert run("verify", source, target, "--text", "x") == 2
     assert "leave --text out" in capsys.readouterr().err
 

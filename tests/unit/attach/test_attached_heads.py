@@ -546,5 +546,5 @@ def test_heads_that_do_not_go_together_are_one_sentence(heads: list[Head], said:
 
 
 def test_heads_beside_what_is_short_for_them_are_refused() -> None:
-    with pytest.raises(ValueError, match="heads were given with `depths=` or `settings=`, which are short for them"):
+    with pytest.raises(ValueError, match="heads were given with `depths=` or `settings=`"):
         attach(stock("dense"), 1, heads=[Head(depths=1)])

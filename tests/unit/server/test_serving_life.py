@@ -449,7 +449,7 @@ def test_others_are_answered_beside_1500_slow_connections(codec: Codec) -> None:
 
 
 def test_a_host_of_too_many_characters_is_one_sentence() -> None:
-    with pytest.raises(ValueError, match=r"^cannot listen on --host a{70}\.b --port 0 \(.*; give another one"):
+    with pytest.raises(ValueError, match=r"^cannot listen on --host a{70}\.b --port 0 "):
         listener(f"{'a' * 70}.b", 0)
 
 

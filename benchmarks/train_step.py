@@ -148,10 +148,10 @@ KIND: dict[str, Any] = {
     "drafter_num_layers": 2,
     "drafter_markov_rank": 32,
 }
-ATTACHED = MTPConfig(drafter=DSPARK, drafter_blocks=512, drafter_mask_token=0, **KIND)
+ATTACHED = MTPConfig(drafter=DSPARK, drafter_blocks=64, drafter_mask_token=0, **KIND)
 DRAFTER = (
     "--drafter dspark --drafter-steps 4 --drafter-layers 1 3 --drafter-num-layers 2 --drafter-markov-rank 32 "
-    "--drafter-blocks 512 --drafter-mask-token 0"
+    "--drafter-blocks 64 --drafter-mask-token 0"
 )
 FLAGS: dict[str, dict[str, Any]] = {
     "--model": {"choices": [*MODELS, DSPARK], "default": "gpt", "help": "default: gpt"},

@@ -107,7 +107,7 @@ UNTRIED = {
     "--expert-tensor-parallel-num-weight-shards": NEEDS_TE,
     "--symmetric-ar-type": NEEDS_TE,
     "--hierarchical-context-parallel-sizes": NEEDS_TE,
-    "--cp-comm-type": f"{NEEDS_TE}; without it, keys and values are always gathered",
+    "--cp-comm-type": f"{NEEDS_TE}; without it, the length of the sequence decides between gathering and a ring",
     "--qk-clip": f"{NEEDS_TE}; it clips the layers of the trunk alone",
     "--log-max-attention-logit": NEEDS_TE,
     "--batch-invariant-mode": "it needs FlashAttention 3",

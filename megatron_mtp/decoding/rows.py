@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.decoding.block_tables import BlockTables, Places, read_rows
-from megatron_mtp.model.attention import causal_mask
+from megatron_mtp.model.attention import causal_mask, in_window
 
 CHUNK = 512
 """Rows of a prompt that run through a model at once."""
@@ -163,12 +163,7 @@ class Rows:
             return self.mask_B1RW
         if self.padded is not None:
             return self.padded.mask_within(window)
-        (before, after), ago_BRW = window, self.ago_BRW
-        forbidden_BRW = torch.zeros_like(ago_BRW, dtype=torch.bool)
-        if before >= 0:
-            forbidden_BRW = forbidden_BRW | (ago_BRW > before)
-        if after >= 0:
-            forbidden_BRW = forbidden_BRW | (ago_BRW < -after)
+        forbidden_BRW = ~in_window(-self.ago_BRW, window)
         return self.mask_B1RW.masked_fill(forbidden_BRW.unsqueeze(1), FORBIDDEN)
 
     @cached_property

@@ -49,6 +49,13 @@ def causal_mask(positions: Tensor, keys: int) -> Tensor:
     return torch.arange(keys, device=positions.device) > positions.unsqueeze(-1)
 
 
+def in_window(ahead: Tensor, window: tuple[int, int]) -> Tensor:
+    """Return whether keys are in the windows of queries, given how many positions they are ahead; -1 means no limit."""
+    before, after = window
+    inside = ahead >= -before if before >= 0 else torch.ones_like(ahead, dtype=torch.bool)
+    return inside if after < 0 else inside & (ahead <= after)
+
+
 class PortableAttention(torch.nn.Module):
     """Attention based on `scaled_dot_product_attention`: grouped queries, packed sequences, context parallelism, MLA.
 
@@ -237,8 +244,7 @@ class PortableAttention(torch.nn.Module):
             visible = ~causal_mask(position_S, keys)
         if self.window is not None:
             ahead = torch.arange(keys, device=position_S.device) - (position_S + later).unsqueeze(1)
-            before, after = (keys if side < 0 else side for side in self.window)  # -1 is without limit
-            visible = visible & (ahead >= -before) & (ahead <= after)
+            visible = visible & in_window(ahead, self.window)
         return visible
 
 

@@ -41,7 +41,7 @@ from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
 from megatron_mtp.data.batch import DepthBatch, positions_of_ranks, to_device
 from megatron_mtp.megatron.layer_config import layer_config
-from megatron_mtp.model.attention import PortableAttention, SinkAttention, with_sink
+from megatron_mtp.model.attention import PortableAttention, SinkAttention, in_window, with_sink
 from megatron_mtp.model.drafter import DrafterBlock, DrafterLayer, layer_spec
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules
@@ -122,7 +122,7 @@ class BlockAttention(PortableAttention):
         key_AKBNC, value_AKBNC = (each.repeat_interleave(shared, 3) for each in (key_AKBGC, value_AKBGC))
         scores_ABNKK = torch.einsum("akbnc,albnc->abnkl", query_AKBNC, key_AKBNC).to(part[1].dtype) * self.scale
         if self.window is not None:
-            sees_KK = within(place_K - place_K.unsqueeze(1), self.window)
+            sees_KK = in_window(place_K - place_K.unsqueeze(1), self.window)
             scores_ABNKK = scores_ABNKK.masked_fill(~to_device(sees_KK, query.device), -torch.inf)
         weights_ABNKK = scores_ABNKK.softmax(-1).to(value.dtype)
         own = torch.einsum("abnkl,albnc->akbnc", weights_ABNKK, value_AKBNC).flatten(0, 1)
@@ -134,16 +134,7 @@ class BlockAttention(PortableAttention):
         assert self.window is not None
         position_R = (first_A.unsqueeze(1) + torch.arange(rows, device=first_A.device)).flatten()
         position_S = torch.arange(len(context.key_SBGC), device=first_A.device)
-        return within(torch.cat([position_S, position_R]) - position_R.unsqueeze(1), self.window)
-
-
-def within(ahead: Tensor, window: tuple[int, int]) -> Tensor:
-    """Return whether keys are in the windows of queries, given how many positions they are ahead; -1 means no limit."""
-    before, after = window
-    inside = torch.ones_like(ahead, dtype=torch.bool)
-    if before >= 0:
-        inside = inside & (ahead >= -before)
-    return inside if after < 0 else inside & (ahead <= after)
+        return in_window(torch.cat([position_S, position_R]) - position_R.unsqueeze(1), self.window)
 
 
 class BlockSinkAttention(BlockAttention, SinkAttention):

@@ -27,6 +27,7 @@ import statistics
 import sys
 import time
 from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -270,16 +271,25 @@ def attach_layer(folder: Path, model: Path, steps: int, text: Texts, more: tuple
 
 def finished(place: Path, trial: Trial, texts: dict[str, Texts]) -> dict[str, Any]:
     """The record of a trial, which is run unless it has been."""
-    file = place / "trials" / f"{trial.name}.json"
+    folder = place / "runs" / trial.name
+
+    def run_anew() -> dict[str, Any]:
+        remove(folder)  # of an interrupted run
+        return run_trial(place, folder, trial, texts[trial.corpus])
+
+    found = kept(place / "trials" / f"{trial.name}.json", run_anew)
+    remove(folder)
+    return found
+
+
+def kept[T](file: Path, make: Callable[[], T]) -> T:
+    """Return what the JSON file holds; if there is none, make it and write the file."""
     if not file.exists():
-        file.parent.mkdir(exist_ok=True)
-        folder = place / "runs" / trial.name
-        remove(folder)  # of a run that was cut
-        record = run_trial(place, folder, trial, texts[trial.corpus])
+        file.parent.mkdir(parents=True, exist_ok=True)
+        made = make()
         with written_beside(file) as beside:
-            beside.write_text(json.dumps(record))
-        remove(folder)
-    found: dict[str, Any] = json.loads(file.read_text())
+            beside.write_text(json.dumps(made))
+    found: T = json.loads(file.read_text())
     return found
 
 
@@ -327,10 +337,10 @@ def precision(trunk: str) -> list[str]:
     return [] if trunk in TRUNKS else ["--bf16"]
 
 
-def judged(place: Path, checkpoint: Path, text: Texts, more: list[str]) -> dict[str, Any]:
-    """The record of an evaluation on text that was held back."""
+def judged(place: Path, checkpoint: Path, text: Texts, more: Sequence[object]) -> dict[str, Any]:
+    """The record of an evaluation on text that was held back; further flags take precedence."""
     flags = ["--load", checkpoint, "--data-path", text.judged, "--tokenizer-model", place / "texts" / "tokenizer"]
-    run("evaluate", *flags, *more, "--seq-length", 64, "--micro-batch-size", 8, "--eval-iters", 8)
+    run("evaluate", *flags, "--seq-length", 64, "--micro-batch-size", 8, "--eval-iters", 8, *more)
     found: dict[str, Any] = json.loads((checkpoint / "mtp_acceptance.json").read_text())
     return found
 

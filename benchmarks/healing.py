@@ -10,7 +10,6 @@ trained on the chats with the trunk frozen, in three passes, by each loss; and, 
 the trunk's last one. The figure is the expected accepted length with three drafts on chats that no training has seen.
 """
 
-import json
 import statistics
 import sys
 from argparse import Namespace
@@ -20,14 +19,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
 from benchmarks.harness import Found, Goal, Table, count, main
-from benchmarks.head_life import Texts, make_texts
-from benchmarks.recipes import DEVIATIONS, DRAFTS, SAME_RATES, SHARED, TRUNKS, error_of_mean
+from benchmarks.head_life import Texts, judged, kept, make_texts
+from benchmarks.recipes import DEVIATIONS, DRAFTS, SAME_RATES, SHARED, TRUNKS, error_of_mean, saved_at
 from benchmarks.verbs import run
 from megatron_mtp.common.acceptance import EXPECTED_LENGTH
-from megatron_mtp.common.files import remove, written_beside
+from megatron_mtp.common.files import remove
 from megatron_mtp.training.run_files import read_rows
 
-CONTEXT, BATCH = 256, 4
+CONTEXT = 256
+SIZES = ["--seq-length", CONTEXT, "--micro-batch-size", 4, "--global-batch-size", 4]
 LOSSES = ("ce", "kd", "lk", "tv", "e2e_tv")
 STARTS = {"graft": [], "new layer": ["--mtp-init", "last-layer"]}
 UNROLLED = ["--mtp-use-repeated-layer", "--mtp-unroll", DRAFTS]
@@ -64,61 +64,42 @@ def healing(wanted: Namespace) -> Found:
 
 def made_trunks(place: Path, texts: dict[str, Texts], steps: int) -> dict[str, float]:
     """Make the donor, the fine-tuned trunk and the graft; return the accepted lengths of donor and graft on chats."""
-    file = place / "trunks.json"
-    if not file.exists():
+
+    def make() -> dict[str, float]:
         remove(place / "trunks")  # of an interrupted run
         donor, tuned, graft = (place / "trunks" / name for name in ("donor", "tuned", "graft"))
         shared = [*SHARED, *TRUNKS["dense"].split(), "--tokenizer-model", place / "texts" / "tokenizer", "--split", "1"]
-        shared += [*SAME_RATES.split(), *sizes(), "--eval-iters", 0]
-        made = [*stop(steps, donor), "--lr", "4e-3", "--mtp-num-layers", 1]
+        shared += [*SAME_RATES.split(), *SIZES, "--eval-iters", 0]
+        made = [*saved_at(steps, donor), "--lr", "4e-3", "--mtp-num-layers", 1]
         run("train", *shared, *made, "--data-path", texts["same"].trained)
-        tuning = ["--load", donor, "--finetune", "--mtp-num-layers", 0, *stop(max(steps // 4, 1), tuned)]
+        tuning = ["--load", donor, "--finetune", "--mtp-num-layers", 0, *saved_at(max(steps // 4, 1), tuned)]
         run("train", *shared, *tuning, "--data-path", texts["chat"].trained)
         run("convert", "graft", donor, tuned, graft)
-        lengths = {name: judged(place, place / "trunks" / name, texts["chat"]) for name in ("donor", "graft")}
-        with written_beside(file) as beside:
-            beside.write_text(json.dumps(lengths))
-    found: dict[str, float] = json.loads(file.read_text())
-    return found
+        judging = ["--seq-length", CONTEXT, "--micro-batch-size", 1, "--eval-iters", 64, *UNROLLED]
+        chats = texts["chat"]
+        return {each.name: judged(place, each, chats, judging)[EXPECTED_LENGTH] for each in (donor, graft)}
+
+    return kept(place / "trunks.json", make)
 
 
 def curve(place: Path, text: Texts, start: str, loss: str, seed: int, steps: int) -> list[float]:
     """The accepted lengths of a training at the steps `AT`; a finished one is read."""
-    file = place / "curves" / f"{start.replace(' ', '-')}-{loss}-{seed}.json"
-    if not file.exists():
+
+    def train() -> list[float]:
         folder = place / "run"
         remove(folder)  # of the training before
-        every = int(steps * AT[0])
         flags = ["--use-checkpoint-args", "--load", place / "trunks" / ("graft" if start == "graft" else "tuned")]
-        flags += ["--finetune", *SHARED[-3:], "--tokenizer-model", place / "texts" / "tokenizer", *sizes()]
+        flags += ["--finetune", *SHARED[-3:], "--tokenizer-model", place / "texts" / "tokenizer", *SIZES]
         flags += ["--train-data-path", text.trained, "--valid-data-path", text.judged, "--seed", 1000 + seed]
-        flags += ["--train-iters", steps, "--eval-interval", every, "--eval-iters", 16, "--mtp-metrics-dir", folder]
-        flags += ["--mtp-state-cache", place / "states", "--mtp-num-layers", 1, *UNROLLED, *STARTS[start]]
-        flags += ["--mtp-train-only", "--mtp-loss-scaling-factor", 1, "--mtp-loss", loss, *SAME_RATES.split()]
+        flags += ["--train-iters", steps, "--eval-interval", int(steps * AT[0]), "--eval-iters", 16]
+        flags += ["--mtp-metrics-dir", folder, "--mtp-state-cache", place / "states"]
+        flags += ["--mtp-num-layers", 1, *UNROLLED, *STARTS[start], "--mtp-train-only"]
+        flags += ["--mtp-loss-scaling-factor", 1, "--mtp-loss", loss, *SAME_RATES.split()]
         run("train", *flags)
         rows = {row["iteration"]: row for row in read_rows(folder) if row["split"] == "validation"}
-        file.parent.mkdir(exist_ok=True)
-        with written_beside(file) as beside:
-            beside.write_text(json.dumps([rows[int(steps * part)][EXPECTED_LENGTH] for part in AT]))
-    found: list[float] = json.loads(file.read_text())
-    return found
+        return [rows[int(steps * part)][EXPECTED_LENGTH] for part in AT]
 
-
-def judged(place: Path, checkpoint: Path, text: Texts) -> float:
-    """The expected accepted length of a checkpoint with `DRAFTS` passes of its layer."""
-    flags = ["--load", checkpoint, "--data-path", text.judged, "--tokenizer-model", place / "texts" / "tokenizer"]
-    printed = run("evaluate", *flags, "--seq-length", CONTEXT, *UNROLLED, "--eval-iters", 64, "--json")
-    return float(json.loads(printed.splitlines()[-1])[EXPECTED_LENGTH])
-
-
-def sizes() -> list[Any]:
-    """Flags of the sequence length and the batch."""
-    return ["--seq-length", CONTEXT, "--micro-batch-size", BATCH, "--global-batch-size", BATCH]
-
-
-def stop(steps: int, folder: Path) -> list[Any]:
-    """Flags of a training that saves its last step."""
-    return ["--train-iters", steps, "--eval-interval", steps, "--save-interval", steps, "--save", folder]
+    return kept(place / "curves" / f"{start.replace(' ', '-')}-{loss}-{seed}.json", train)
 
 
 FLAGS: dict[str, dict[str, Any]] = {

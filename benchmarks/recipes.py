@@ -159,8 +159,7 @@ class Bench:
             flags = [*SHARED, *TRUNKS[trunk].split(), "--data-path", self.texts["same"].trained, "--split", "1"]
             flags += ["--tokenizer-model", self.tokenizer, *SAME_RATES.split(), "--lr", "4e-3"]
             flags += "--seq-length 1024 --micro-batch-size 1 --global-batch-size 1 --eval-iters 0".split()
-            flags += ["--train-iters", steps, "--eval-interval", steps, "--save-interval", steps, "--save", folder]
-            run("train", *flags)
+            run("train", *flags, *saved_at(steps, folder))
         (folder / "finished").touch()
 
     def record(self, cell: Cell) -> dict[str, Any]:
@@ -204,6 +203,11 @@ class Bench:
             with written_beside(file) as beside:
                 beside.write_text("".join(f"{json.dumps({'prompt': prompt[:80]})}\n" for prompt in prompts))
         return file
+
+
+def saved_at(steps: int, folder: Path) -> list[object]:
+    """The flags of a training that saves its last step alone."""
+    return ["--train-iters", steps, "--eval-interval", steps, "--save-interval", steps, "--save", folder]
 
 
 def recipe_flags(recipe: str, trunk: str, context: int) -> list[str]:

@@ -44,12 +44,15 @@ stop() {
     done >/dev/null 2>&1 &
 }
 
-trap stop USR1 TERM
+early=
+trap early=yes USR1 TERM # until there is a command to stop
 (
     [ "$whom" = itself ] || trap '' USR1 TERM
     exec "$@"
 ) &
 command=$!
+trap stop USR1 TERM
+[ -z "$early" ] || stop
 signalled=yes
 while [ -n "$signalled" ]; do # a signal has ended the wait, and not the command
     signalled=

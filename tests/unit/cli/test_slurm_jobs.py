@@ -282,6 +282,17 @@ def test_a_program_that_cannot_save_ends(node: Node, tmp_path: Path) -> None:
     assert (tmp_path / "stopped").exists()
 
 
+def test_a_signal_before_the_program_is_known_ends_it(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bash runs a trap between two commands, also between the start of the program and the storing of its number."""
+    between = tmp_path / "between.sh"
+    between.write_text("""trap '[[ $BASH_COMMAND != command=* ]] || kill -USR1 $$' DEBUG\n""")
+    monkeypatch.setenv("BASH_ENV", str(between))
+    assert node.start("itself", "sleep", "600").wait() == 128 + signal.SIGTERM
+    assert (tmp_path / "stopped").exists()
+
+
 @pytest.mark.parametrize(("given", "seen"), [(None, "1"), ("8", "8")])
 def test_cuda_gets_one_connection_unless_the_user_says_otherwise(
     given: str | None, seen: str, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

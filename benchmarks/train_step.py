@@ -194,6 +194,7 @@ def beside_policy(wanted: Namespace) -> Found:
     )
     get_args().mtp_num_layers = steps
     sides = {OURS: beside, alone: policy, head: our_drafter(batches, beside)}
+    get_args().seed, sides[head].iteration = 0, 1  # `attach` draws blocks by 0 and the number of its losses
     first = {name: side.step() for name, side in sides.items()}
     tolerance, apart = (
         SAME_IN_BFLOAT16 if get_args().bf16 else SAME_IN_FLOAT32,

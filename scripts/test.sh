@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint and tests, types among them; set-up included. Two files of tests run at a time.
+# Lint and tests, types among them; set-up included. A file of tests runs on each core, and one more.
 #   scripts/test.sh                the first tier
 #   scripts/test.sh --all          the whole matrix: before a release, and after a change of layouts, CPU stand-ins or patches
 #   scripts/test.sh --newest       with the newest torch and transformers (constraints-newest.txt), which .venv then has

@@ -10,7 +10,10 @@ settings.py          arguments that are derived from others
 checks.py            rejected flags: ours, those that Megatron silently ignores, those that crash it
 startup.py           startup errors: one sentence on the terminal, the traceback in a log file
 loading.py           checks of the checkpoint to load; the draft vocabulary, from the checkpoint or the flags
-datasets.py          Megatron's data sets, by Megatron's flags; data sets of responses; packed chats
+datasets.py          Megatron's data sets, by Megatron's flags; the kinds of data
+texts.py             rows of text, of responses alone, and the same rows in every run
+chats.py             rows of packed chats
+given_chats.py       chats of --chat, made into a data set before the first step
 forward_step.py      the forward step for Megatron's schedules: batch, model, loss function
 reading_stages.py    which pipeline stages read batches, and which entries
 row_keys.py          the rows of a microbatch, identified by digests of their content

@@ -17,9 +17,9 @@ from megatron_mtp.data.sources import first_number, named_source, read_sources, 
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.losses.objective import sums_of_documents
 from megatron_mtp.training import documents
-from megatron_mtp.training.datasets import TextDataset
 from megatron_mtp.training.documents import gathered, source_table
 from megatron_mtp.training.run_files import read_documents, write_documents
+from megatron_mtp.training.texts import TextDataset
 
 
 def test_a_file_is_of_the_folder_below_the_one_that_holds_all() -> None:

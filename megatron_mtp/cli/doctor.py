@@ -259,8 +259,9 @@ def patch_rows(probe: bool) -> list[dict[str, str]]:
     """
     if _torch() is None or _installed("megatron-core") is None:
         return []
+    from megatron_mtp.megatron.patches.loop import LOOP
     from megatron_mtp.megatron.patches.patch import is_known, state_of
-    from megatron_mtp.megatron.patches.table import LOOP, PATCHES
+    from megatron_mtp.megatron.patches.table import PATCHES
 
     if probe:
         with redirect_stdout(StringIO()), warnings.catch_warnings(), suppress(RuntimeError):  # a function is missing

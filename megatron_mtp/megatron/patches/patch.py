@@ -29,6 +29,12 @@ from typing import Any, cast
 import torch
 from packaging.specifiers import SpecifierSet
 
+CORE = ">=0.19.0,<=0.19.2"
+"""Releases of megatron-core whose source the rows know."""
+ISSUES = "https://github.com/NVIDIA/Megatron-LM/issues"
+PULLS = "https://github.com/NVIDIA/Megatron-LM/pull"
+NONE = "none known"
+
 Function = Callable[..., Any]
 Probe = Callable[[Any], bool | None]
 """Function from the original to whether the fault is present; None, or an exception, if it does not know this version

@@ -37,7 +37,7 @@ from megatron_mtp.checkpoint.audit.side import (
 )
 from megatron_mtp.checkpoint.convert import computation
 from megatron_mtp.checkpoint.families import Layout
-from megatron_mtp.checkpoint.families.flags import UntrainableError
+from megatron_mtp.checkpoint.families.family import UntrainableError
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import ADAPTER
 from megatron_mtp.megatron.checkpoint import HF_FILES

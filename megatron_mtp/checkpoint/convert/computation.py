@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_mtp.checkpoint.families import Layout, family_of
-from megatron_mtp.checkpoint.families.flags import UntrainableError
+from megatron_mtp.checkpoint.families.family import UntrainableError
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.megatron.parser import parsed
 from megatron_mtp.megatron.patterns import without_stages

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.plan import HFModel, carried, moved, parts_of, sides
 from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, Entry, Group, Options
 from megatron_mtp.checkpoint.families import Layout
-from megatron_mtp.checkpoint.families.flags import UntrainableError
+from megatron_mtp.checkpoint.families.family import UntrainableError
 from megatron_mtp.checkpoint.families.inside import InnerDrafter
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import epsilon_note

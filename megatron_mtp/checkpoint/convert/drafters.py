@@ -23,7 +23,7 @@ from megatron_mtp.checkpoint.convert.drafter_form import (
 from megatron_mtp.checkpoint.convert.edit import NewDrafts, changed
 from megatron_mtp.checkpoint.convert.export_hf import FolderFiles
 from megatron_mtp.checkpoint.convert.import_hf import group_of
-from megatron_mtp.checkpoint.convert.plan import stored_key
+from megatron_mtp.checkpoint.convert.stored import stored_key
 from megatron_mtp.checkpoint.convert.stream import Conversion, Entry, Group, Options
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG

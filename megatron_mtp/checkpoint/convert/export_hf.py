@@ -17,17 +17,10 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.hf_form import HFForm, pattern_of, with_depths
 from megatron_mtp.checkpoint.convert.import_hf import pass_keys
 from megatron_mtp.checkpoint.convert.partial_folder import PartialFolder
-from megatron_mtp.checkpoint.convert.plan import (
-    carried,
-    check_mcore,
-    moved,
-    parts_of,
-    sides,
-    stored_key,
-    stored_layout,
-)
+from megatron_mtp.checkpoint.convert.plan import carried, moved, parts_of, sides
 from megatron_mtp.checkpoint.convert.quantizing import PLAIN, Quantize, loaded_by
 from megatron_mtp.checkpoint.convert.quantizing import config as quantization_config
+from megatron_mtp.checkpoint.convert.stored import check_mcore, stored_key, stored_layout
 from megatron_mtp.checkpoint.convert.stream import Conversion, Entry, Group, Made, Options
 from megatron_mtp.checkpoint.families import CARRIED, Family, Layout, family_of
 from megatron_mtp.checkpoint.families.inside import InnerDrafter

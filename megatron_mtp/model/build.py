@@ -40,7 +40,8 @@ from megatron_mtp.model.latent_attention import PLAIN_QUERIES
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.mtp_block import MultiTokenPredictionBlock
 from megatron_mtp.model.shared_keys import FIRST_PASS_ALONE, WITH_CHAIN
-from megatron_mtp.model.specs import with_modules, with_portable_modules, with_portable_projections
+from megatron_mtp.model.specs import with_portable_modules, with_portable_projections
+from megatron_mtp.model.swapped import with_modules
 from megatron_mtp.model.trained_stage import TrainedStage
 from megatron_mtp.spec.config import HeadSettings
 from megatron_mtp.spec.head import HeadSpec

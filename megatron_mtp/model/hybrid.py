@@ -40,7 +40,8 @@ from megatron_mtp.model.latent_attention import PLAIN_QUERIES
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.recurrent import PortableGatedDeltaNet, PortableMamba
-from megatron_mtp.model.specs import with_modules, with_portable_modules
+from megatron_mtp.model.specs import with_portable_modules
+from megatron_mtp.model.swapped import with_modules
 
 
 class PortableStack(HybridStack):

@@ -15,7 +15,7 @@ from megatron_mtp.cli import main as cli
 from megatron_mtp.common.acceptance import AcceptanceStats, error_of, figures_of, gain_of, record_of, with_others
 from megatron_mtp.data.sources import first_number, named_source, read_sources, sources_of, sources_of_files
 from megatron_mtp.data.tokenizer import train_bpe
-from megatron_mtp.losses.objective import sums_of_documents
+from megatron_mtp.losses.acceptance import sums_of_documents
 from megatron_mtp.training import documents
 from megatron_mtp.training.documents import gathered, source_table
 from megatron_mtp.training.run_files import read_documents, write_documents

@@ -22,11 +22,7 @@ from megatron_mtp.common.files import default_workers
 from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY
 from megatron_mtp.megatron.checkpoint.catalogue import check_entry, read_catalogue
 from megatron_mtp.megatron.checkpoint.iterations import iteration_folder
-from megatron_mtp.megatron.checkpoint.reader import (
-    DistReader,
-    StoredDepths,
-    check_files,
-)
+from megatron_mtp.megatron.checkpoint.reader import DistReader, StoredDepths, check_files
 
 
 def inspect(folder: Path, check: bool = False) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from packaging.specifiers import SpecifierSet
 
 from megatron_mtp.cli.verbs import Verb
 from megatron_mtp.common.errors import Parser, sentences
-from megatron_mtp.megatron.runtime import prepare, why_no_launcher, why_not
+from megatron_mtp.megatron.machine import why_no_launcher, why_not
+from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.spec.registry import Registry
 
 DISTRIBUTION = "megatron-mtp"

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_mtp.common.errors import Parser, status_of
-from megatron_mtp.common.files import one_writer
+from megatron_mtp.common.command import status_of
+from megatron_mtp.common.errors import Parser
+from megatron_mtp.common.outputs import one_writer
 from megatron_mtp.data.chat_counts import lines_of
 from megatron_mtp.data.checks import read_sidecar
 from megatron_mtp.data.corpus import (

@@ -3,7 +3,8 @@
 batch.py             shifts that stop at document ends: tokens, labels and masks of every depth, created once per
                      batch; slices for context parallelism, and values d positions later, even on another rank
 corpus.py            find, list, sample and read documents, and write .bin/.idx in parallel and atomically
-sources.py           the source of every document, to report acceptance by source
+sources.py           the source of every document of a corpus, to report acceptance by source
+named_sources.py     sources of documents, by their lines, folders and files
 prompts.py           prompts from document beginnings or user turns of chats, drawn by seed
 samples.py           an append-only file of finished samples that survives kills
 messages.py          normalize messages of published chats, or reject them; checks of rendered turns

@@ -20,7 +20,7 @@ from megatron_mtp.data.chat import read_chat
 from megatron_mtp.data.chat_counts import lines_of
 from megatron_mtp.data.corpus import Document, Work, dataset_writer, find_files, worked
 from megatron_mtp.data.counted_tokens import ChatEncoder
-from megatron_mtp.data.sources import sources_of_files
+from megatron_mtp.data.named_sources import sources_of_files
 from megatron_mtp.data.tokenizer import Encoder, read_tokenizer
 
 SHOWN_LINES = 5

@@ -19,10 +19,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_mtp.data.batch import (
-    NO_DOCUMENT,
-    to_device,
-)
+from megatron_mtp.data.batch import NO_DOCUMENT, to_device
 from megatron_mtp.losses.stage_loss import Batch, MTPLoss, loss_of_stage, own_positions
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.stage_output import StageOutput

@@ -1,6 +1,8 @@
 """The model: from arguments to a trunk with MTP layers and drafters. Hidden states in, one hidden state per depth out.
 
 arguments.py         Megatron's arguments of a model, and its configuration; patterns of hybrid models
+stored_arguments.py  arguments of a checkpoint, completed or changed for a model in one process
+trunk_facts.py       what a drafter depends on of a built model's trunk
 build.py             configuration to model, and the process group: the only place that builds models
 attachment.py        draft heads on a model of Megatron's own class, by hooks on its forward
 trained_stage.py     the same on a pipeline stage of this package's runs: objectives, absent heads, frozen trunks

@@ -19,10 +19,10 @@ from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoi
 from megatron_mtp.losses.table import check_loss
 from megatron_mtp.megatron.checkpoint.catalogue import CATALOGUE
 from megatron_mtp.megatron.checkpoint.reader import DistReader
+from megatron_mtp.megatron.machine import fuses_weight_gradients, transformer_engine_works
 from megatron_mtp.megatron.model_arguments import MODEL_ARGUMENTS
 from megatron_mtp.megatron.parser import APEX, CUDA, TE, flags_without
 from megatron_mtp.megatron.patterns import without_stages
-from megatron_mtp.megatron.runtime import fuses_weight_gradients, transformer_engine_works
 from megatron_mtp.model.arguments import MTPModelConfig, check_trainable, config_of
 from megatron_mtp.spec.config import BESIDE_MTP, MTPConfig, drafted_steps, heads_of, trained_depths
 from megatron_mtp.training.checks import check_data, check_flags, check_hub, check_ranges, check_supported, check_trunk

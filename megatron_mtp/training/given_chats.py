@@ -8,7 +8,7 @@ from time import monotonic, sleep
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_mtp.common.files import one_writer
+from megatron_mtp.common.outputs import one_writer
 from megatron_mtp.data.chat_files import prefix_in_cache, write_chats
 from megatron_mtp.data.corpus import choose_documents, find_files, list_documents
 from megatron_mtp.data.counted_tokens import Counted, marked, spans_of

@@ -15,10 +15,7 @@ from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
 from megatron.training import get_args, get_timers, pretrain
 from megatron.training import training as loop
-from megatron.training.argument_utils import (
-    core_transformer_config_from_args,
-    pretrain_cfg_container_from_args,
-)
+from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.config import PretrainConfigContainer
 from megatron.training.global_vars import get_signal_handler
 from torch.distributed.checkpoint.api import CheckpointException
@@ -29,10 +26,10 @@ from megatron_mtp.common.files import remove
 from megatron_mtp.losses.objective import scaling_factor
 from megatron_mtp.megatron.checkpoint import TRACKER
 from megatron_mtp.megatron.checkpoint.iterations import keep_tokenizer
+from megatron_mtp.megatron.machine import check_device
 from megatron_mtp.megatron.patches.loop import LOOP
 from megatron_mtp.megatron.patches.patch import CORE, Replace, State, installed, state_of, while_replaced
 from megatron_mtp.megatron.patterns import trunk_and_depths
-from megatron_mtp.megatron.runtime import check_device
 from megatron_mtp.model.shared_embedding import embedding_ranks
 from megatron_mtp.spec.config import MTPConfig, trained_depths
 from megatron_mtp.training.arguments import parse_checked_args, set_connections, set_machine_flags

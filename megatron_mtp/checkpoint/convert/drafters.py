@@ -30,8 +30,9 @@ from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.megatron.checkpoint import DRAFTER, EMBEDDING
 from megatron_mtp.megatron.checkpoint.reader import DistReader
-from megatron_mtp.model.arguments import check_trainable, layers_to_read, stored_with, trunk_spec
+from megatron_mtp.model.arguments import check_trainable, layers_to_read, trunk_spec
 from megatron_mtp.model.initialize import RandomWeights
+from megatron_mtp.model.stored_arguments import stored_with
 from megatron_mtp.spec.head import HeadSpec
 from megatron_mtp.spec.kinds import DRAFTERS, fitted_kind
 

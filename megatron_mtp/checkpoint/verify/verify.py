@@ -35,7 +35,7 @@ from megatron_mtp.data.tokenizer import read_tokenizer
 from megatron_mtp.megatron.checkpoint import HF_FILES
 from megatron_mtp.megatron.checkpoint.bits import equal_bits
 from megatron_mtp.megatron.checkpoint.reader import DistReader, StoredDepths
-from megatron_mtp.megatron.parser import parsed
+from megatron_mtp.megatron.parsing import parsed
 from megatron_mtp.model.rope import place
 
 TOLERANCE = 3e-5

@@ -1,6 +1,7 @@
 """Megatron's distributed checkpoints.
 
 catalogue.py   contents of an iteration, read without running code; checksums
+sealing.py     checksums of what is being written
 iterations.py  the newest complete iteration of a folder, the tracker, and the tokenizer stored with them
 reader.py      read tensors piece by piece without a model; complete files; the MTP layers
 damage.py      one sentence for what torch and Megatron raise for checkpoints that cannot be read

@@ -76,7 +76,7 @@ def read_catalogue(folder: Path) -> "Metadata":
         raise ValueError(f"{folder / CATALOGUE} is not a catalogue of a checkpoint: {said}.") from None
     try:
         record = json.loads((folder / CHECKSUMS).read_text())
-        differs = record["save_id"] == _save_id(metadata) and record["catalogue"] != zlib.crc32(content)
+        differs = record["save_id"] == save_id_of(metadata) and record["catalogue"] != zlib.crc32(content)
     except (OSError, ValueError, TypeError, KeyError):  # it is not there, or a kill or a full disk has cut it short
         differs = False
     if differs:
@@ -84,16 +84,8 @@ def read_catalogue(folder: Path) -> "Metadata":
     return metadata
 
 
-def seal(folder: Path) -> None:
-    """Write the checksum of the metadata that has just been written to an iteration's folder."""
-    if not (folder / CATALOGUE).is_file():
-        return  # the checkpoint is in a store that Megatron reaches over the network
-    content = (folder / CATALOGUE).read_bytes()
-    save_id = _save_id(load_catalogue(io.BytesIO(content)))
-    (folder / CHECKSUMS).write_text(json.dumps({"save_id": save_id, "catalogue": zlib.crc32(content)}) + "\n")
-
-
-def _save_id(metadata: "Metadata") -> str | None:
+def save_id_of(metadata: "Metadata") -> str | None:
+    """Return the id of the save that wrote the metadata; None if it has none."""
     return getattr(metadata.storage_meta, "save_id", None)
 
 
@@ -148,21 +140,6 @@ def foreign(error: pickle.UnpicklingError) -> str:
 
 class DamagedError(ValueError):
     """A checkpoint that cannot be read; the message is one sentence."""
-
-
-class Summed:
-    """An output stream that computes the checksum of what is written."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self.crc32 = stream, 0
-
-    def write(self, data: Any) -> int:
-        """Write data and update the checksum. Return the number of bytes written."""
-        self.crc32 = zlib.crc32(data, self.crc32)
-        return self._stream.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def crc32_of(stream: IO[bytes], offset: int, length: int) -> int | None:

@@ -31,12 +31,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_mtp.megatron.checkpoint import COMMON, DRAFT_VOCABULARY, DRAFTER, STATE
-from megatron_mtp.megatron.checkpoint.catalogue import (
-    CATALOGUE,
-    FORMAT,
-    checked_once,
-    read_catalogue,
-)
+from megatron_mtp.megatron.checkpoint.catalogue import CATALOGUE, FORMAT, checked_once, read_catalogue
 from megatron_mtp.megatron.checkpoint.damage import read_errors
 from megatron_mtp.megatron.checkpoint.iterations import another, iteration_folder
 

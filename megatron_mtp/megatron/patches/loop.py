@@ -1,16 +1,41 @@
 """Functions of Megatron that a run wraps to observe its training loop (`training/run.py`), as rows of a table."""
 
-from megatron_mtp.megatron.patches.patch import (
-    CORE,
-    ISSUES,
-    NONE,
-    PULLS,
-    Patch,
-    Probe,
-    called_by_name,
-    has_no_callbacks,
-    unobserved,
-)
+import inspect
+from types import FunctionType
+from typing import Any, cast
+
+from megatron_mtp.megatron.patches.patch import CORE, ISSUES, NONE, PULLS, Function, Patch, Probe
+
+
+def has_no_callbacks(_: Any) -> bool:
+    """Return whether `pretrain()` takes no callbacks, so runs can be observed only through its functions' arguments."""
+    from megatron.training import training
+
+    return not any("callback" in name for name in inspect.signature(training.pretrain).parameters)
+
+
+def called_by_name(*first: str) -> Probe:
+    """Return a probe: does Megatron's loop call the function by its name in the module, with these first arguments?"""
+
+    def probe(function: Function) -> bool | None:
+        if tuple(inspect.signature(function).parameters)[: len(first)] != first:
+            return None
+        return any(function.__name__ in caller.__code__.co_names for caller in _functions_of_loop())
+
+    return probe
+
+
+def _functions_of_loop() -> list[FunctionType]:
+    from megatron.training import training
+
+    functions = [inspect.unwrap(one) for one in vars(training).values() if inspect.isfunction(one)]
+    return [cast(FunctionType, one) for one in functions if one.__module__ == training.__name__]
+
+
+def unobserved(*first: str) -> Probe:
+    """Return a probe: are there no callbacks, and does the loop call the function as in `called_by_name`?"""
+    by_name = called_by_name(*first)
+    return lambda function: by_name(function) if has_no_callbacks(function) else False
 
 
 def _of_loop(name: str, reason: str, probe: Probe) -> Patch:

@@ -10,7 +10,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from megatron_mtp.megatron.checkpoint.catalogue import DamagedError, Summed, foreign, load_catalogue
+from megatron_mtp.megatron.checkpoint.catalogue import DamagedError, foreign, load_catalogue
+from megatron_mtp.megatron.checkpoint.sealing import Summed
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

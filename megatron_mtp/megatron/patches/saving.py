@@ -32,8 +32,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_mtp.megatron.checkpoint import ABSENT
-from megatron_mtp.megatron.checkpoint.catalogue import CHECKSUMS, FORMAT, seal
-from megatron_mtp.megatron.patches.patch import Function, names_in, with_globals
+from megatron_mtp.megatron.checkpoint.catalogue import CHECKSUMS, FORMAT
+from megatron_mtp.megatron.checkpoint.sealing import seal
+from megatron_mtp.megatron.patches.code import names_in, with_globals
+from megatron_mtp.megatron.patches.patch import Function
 
 PR_SET_PDEATHSIG = 1
 """Linux option for the signal that a process gets when its parent has ended (prctl(2))."""

@@ -16,8 +16,9 @@ from megatron_mtp.losses.acceptance import measured
 from megatron_mtp.losses.head_objective import depth_weights
 from megatron_mtp.losses.objective import NextTokensObjective, ObjectiveOutput
 from megatron_mtp.losses.table import depth_loss
-from megatron_mtp.model.arguments import alone, as_mtp_layers
+from megatron_mtp.model.arguments import as_mtp_layers
 from megatron_mtp.model.attachment import attached_of
+from megatron_mtp.model.stored_arguments import alone
 from megatron_mtp.spec.config import HEADS, MTPConfig, drafted_steps, stands_beside
 from megatron_mtp.spec.kinds import DRAFTERS
 

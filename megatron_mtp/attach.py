@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_mtp.data.batch import DepthBatch, to_device
-from megatron_mtp.losses.mtp_loss import (
+from megatron_mtp.losses.stage_loss import (
     HALFWAY,
     Batch,
     MTPLoss,

@@ -4,7 +4,8 @@ import sys
 
 from megatron_mtp import __version__
 from megatron_mtp.cli.verbs import PROGRAM, VERBS, module_of
-from megatron_mtp.common.errors import REFUSED, Parser, open_streams, sentences
+from megatron_mtp.common.command import open_streams
+from megatron_mtp.common.errors import REFUSED, Parser, sentences
 
 EXAMPLES = """examples:
   megatron-mtp doctor

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from megatron_mtp.data.checks import FILE, SIZE, most_frequent
 from megatron_mtp.megatron.checkpoint.catalogue import FORMAT, read_catalogue
+from megatron_mtp.megatron.checkpoint.damage import read_errors
 from megatron_mtp.megatron.checkpoint.iterations import named_iteration, repair_tracker
 from megatron_mtp.megatron.checkpoint.reader import (
     DistReader,
     absent_layers,
     check_query_norms,
-    read_errors,
     sharding_type,
     stored_depths,
     stored_draft_vocabulary,

@@ -434,7 +434,7 @@ def _lines(losses: dict[str, float], rates: AcceptanceStats, what: str) -> list[
 
 
 def stats_of(counts_4D: Tensor) -> AcceptanceStats:
-    """Convert the counts of `objective.count_acceptance` to `AcceptanceStats`, which decoding uses too."""
+    """Convert acceptance counts [4, D] (`losses/acceptance.py`) to `AcceptanceStats`, which decoding uses too."""
     offered, reached, accepted = ([int(count) for count in counts] for counts in counts_4D[:3].tolist())
     return AcceptanceStats(
         offered_at=offered, reached_at=reached, accepted_at=accepted, overlap_at=counts_4D[3].tolist()

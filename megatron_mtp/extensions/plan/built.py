@@ -26,7 +26,7 @@ from megatron_mtp.model.arguments import MTPModelConfig
 from megatron_mtp.model.build import build
 from megatron_mtp.model.linear import PortableLinear
 from megatron_mtp.model.recurrent import PortableGatedDeltaNet
-from megatron_mtp.model.specs import having
+from megatron_mtp.model.swapped import having
 from megatron_mtp.spec.config import HEADS
 
 PARTS = {

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from untrainable_configs import flags
 
-from megatron_mtp.checkpoint.families.flags import UntrainableError
+from megatron_mtp.checkpoint.families.family import UntrainableError
 from megatron_mtp.checkpoint.families.trained import rotary_keys
 from megatron_mtp.cli.generate import parser
 from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mtp.common.acceptance import RECORD, AcceptanceStats, read_record
+from megatron_mtp.common.acceptance import RECORD, AcceptanceStats
+from megatron_mtp.common.record import read_record
 from megatron_mtp.megatron.checkpoint import TRACKER
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training import metrics as metrics_module

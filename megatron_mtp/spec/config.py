@@ -8,31 +8,31 @@ import math
 from argparse import Namespace
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from megatron_mtp.spec.attention import SIZE_SETTINGS, LatentSizes, parsed_scaling
 from megatron_mtp.spec.head import drafts_of
 from megatron_mtp.spec.kinds import (
-    BLOCK_LAYERS,
-    BLOCKS,
     DRAFTERS,
-    GRU_SIZE,
-    MARKOV_RANK,
+    FROM_0,
+    FROM_1,
     STEPS,
     DrafterKind,
+    Range,
+    Setting,
     readers_of,
+    settings_of_kinds,
 )
 
 ARCHITECTURES = ("sequential", "parallel")
 INITS = ("random", "last-layer")
+OF_KINDS = settings_of_kinds()
+"""Settings that only some kinds of drafters read."""
 DRAFTER_SETTINGS = (
-    *("drafter", "drafter_layers", "drafter_ffn_hidden_size"),
-    *("drafter_num_layers", "drafter_mask_token", "drafter_markov_rank", "drafter_gru_size"),
-    *(*SIZE_SETTINGS, "drafter_idle_rows"),
-    *("drafter_window_size", "drafter_full_layers", "drafter_causal", "drafter_softmax_type"),
-    "drafter_norm_before_residual",
+    *("drafter", "drafter_layers", "drafter_ffn_hidden_size", "drafter_window_size", *SIZE_SETTINGS),
+    *(name for name, setting in OF_KINDS.items() if setting.is_kept),
 )
 """Settings that determine the architecture of a drafter."""
 
@@ -57,13 +57,6 @@ def _cosine(first: float, final: float, progress: float) -> float:
 
 SCHEDULES: dict[str, Callable[[float, float, float], float]] = {"step": _step, "cosine": _cosine}
 """Schedules of lambda from a first to a final value, as progress goes from 0 to 1. To add a schedule, add a row."""
-
-
-Range = tuple[str, Callable[[float], bool]]
-"""Description of the allowed numbers, and a function that checks a number."""
-
-FROM_0: Range = "0 or more", lambda number: 0 <= number < math.inf
-FROM_1: Range = "1 or more", lambda number: number >= 1
 
 
 def _flag[T](
@@ -91,9 +84,25 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _declared(name: str, setting: Setting) -> tuple[str, Any, Any]:
+    """Return name, type and field of a setting that rows of kinds declare; the field is None where none is given."""
+    described: dict[str, Any] = {"metavar": setting.metavar, "nargs": "+" if setting.is_list else None}
+    made = {"action": "store_true"} if setting.value_type is bool else {"type": setting.value_type, **described}
+    text = setting.help.replace("{kinds}", _readers(name))
+    return name, Any, _flag(None, text, setting.allowed, setting.choices, **made)
+
+
+SettingsOfKinds: Any = make_dataclass("SettingsOfKinds", [_declared(*row) for row in OF_KINDS.items()], frozen=True)
+"""A field for every setting of `OF_KINDS`."""
+
+
 @dataclass(frozen=True)
-class MTPConfig:
+class MTPConfig(SettingsOfKinds):
     """Settings that `pretrain_gpt.py` adds to Megatron's flags. Each field is a flag.
+
+    What all runs or all drafters share are the fields below. Settings of some kinds of drafters are fields too, which
+    come from their rows by the base class: so a setting is declared once, in the folder of its kind, and whatever
+    lists, checks, copies or compares the fields of a configuration includes it, also if another package declares it.
 
     `megatron_mtp.losses.table` checks the name of the loss and `mtp_loss_mix`.
 
@@ -349,71 +358,6 @@ class MTPConfig:
         allowed=FROM_1,
         metavar="W",
     )
-    drafter_full_layers: Sequence[int] | None = _flag(
-        None,
-        "Layers of a block drafter, counted from 1, that attend to all positions in spite of "
-        "--drafter-window-size. Default: none.",
-        type=int,
-        nargs="+",
-        metavar="N",
-    )
-    drafter_causal: int | None = _flag(
-        None,
-        "Attention within a block: 0 is bidirectional, 1 is causal, 2 is causal in windowed layers only, as "
-        "in speculators. Default: 0.",
-        allowed=("0, 1 or 2", lambda number: number in (0, 1, 2)),
-        metavar="N",
-    )
-    drafter_softmax_type: str | None = _flag(
-        None,
-        "'learnable' adds a trained attention sink to each head of a block drafter. Default: vanilla.",
-        choices=("vanilla", "learnable"),
-    )
-    drafter_num_layers: int | None = _flag(
-        None, f"Layers of a block drafter. Default: {BLOCK_LAYERS}.", allowed=FROM_1, metavar="N"
-    )
-    drafter_mask_token: int | None = _flag(
-        None,
-        "Token id whose embedding stands at the positions of a block that are to be drafted. Default: the "
-        "last id of the vocabulary.",
-        allowed=FROM_0,
-        metavar="ID",
-    )
-    drafter_markov_rank: int | None = _flag(
-        None,
-        f"Rank of the bias from the previous token in {_readers('drafter_markov_rank')}; in domino, from all tokens "
-        f"before in the block. Default: {MARKOV_RANK}.",
-        allowed=FROM_1,
-        metavar="R",
-    )
-    drafter_gru_size: int | None = _flag(
-        None,
-        f"Size of the recurrent state over the tokens of a block in {_readers('drafter_gru_size')}. "
-        f"Default: {GRU_SIZE}.",
-        allowed=FROM_1,
-        metavar="G",
-    )
-    drafter_idle_rows: int | None = _flag(
-        None,
-        "1: the newest token's row drafts nothing, and masks draft their own positions (sample_from_anchor "
-        "false). Default: 0, every row drafts the next token.",
-        allowed=("0 or 1", lambda number: number in (0, 1)),
-        metavar="N",
-    )
-    drafter_norm_before_residual: int | None = _flag(
-        None,
-        f"1: the residual path of {_readers('drafter_norm_before_residual')} carries the normalized feature, as in "
-        "speculators. Default: 0, the feature itself.",
-        allowed=("0 or 1", lambda number: number in (0, 1)),
-        metavar="N",
-    )
-    drafter_blocks: int | None = _flag(
-        None,
-        "Blocks (anchors) per sequence on which a block drafter is trained, redrawn every step. "
-        f"Default: {BLOCKS}, at most one per position.",
-        allowed=FROM_1,
-        metavar="A",
-    )
     mtp_linear_ce_main: bool = _flag(
         False,
         "Compute the trunk's loss in chunks of tokens too, so that its logits are never all in memory. "
@@ -427,8 +371,9 @@ class MTPConfig:
                 raise ValueError(f"{flag_of(one.name)} is '{value}'; choose one of {', '.join(choices)}.")
             if value is not None and allowed and not allowed[1](value):
                 raise ValueError(f"{flag_of(one.name)} is {value}; give {allowed[0]}.")
-            readers = readers_of(one.name)
-            if one.name.startswith("drafter_") and value is not None and self.drafter not in readers:
+            if not one.name.startswith("drafter_") or value is None:
+                continue
+            if self.drafter not in (readers := readers_of(one.name)):
                 given = "without --drafter" if self.drafter is None else f"with --drafter {self.drafter}"
                 kinds = " or ".join(filter(None, (", ".join(readers[:-1]), readers[-1])))
                 raise ValueError(f"{flag_of(one.name)} was given {given}; give --drafter {kinds}, or drop it.")
@@ -525,6 +470,10 @@ class MTPConfig:
                 f"{'--mtp-num-layers' if self.mtp_unroll is None else '--mtp-unroll'}), with commas, not all 0."
             )
         return numbers
+
+
+if taken := sorted(OF_KINDS.keys() & MTPConfig.__annotations__.keys()):
+    raise ValueError(f"{flag_of(taken[0])} is a flag of all drafters; rename the setting of {_readers(taken[0])}.")
 
 
 def loss_parts(given: str, flag: str = "--mtp-loss") -> list[tuple[str, float]]:

@@ -27,7 +27,7 @@ from megatron_mtp.megatron.checkpoint.reader import DistReader, stored_draft_voc
 from megatron_mtp.megatron.runtime import transformer_engine_works
 from megatron_mtp.model.arguments import MTPModelConfig, alone, check_trainable, completed, config_of
 from megatron_mtp.model.build import build, join_world
-from megatron_mtp.spec.config import stands_beside
+from megatron_mtp.spec.head import stands_beside
 from megatron_mtp.spec.kinds import DRAFTERS
 
 if TYPE_CHECKING:

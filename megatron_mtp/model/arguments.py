@@ -21,18 +21,18 @@ from megatron_mtp.megatron.model_arguments import MODEL_ARGUMENTS
 from megatron_mtp.megatron.parser import CUDA, arguments_without, parse_flags
 from megatron_mtp.megatron.patterns import symbols_of_a_layer, trunk_and_depths, without_stages
 from megatron_mtp.spec.attention import AttentionSizes, LatentSizes
-from megatron_mtp.spec.config import (
+from megatron_mtp.spec.config import SHARED_KEYS, MTPConfig
+from megatron_mtp.spec.head import (
     BESIDE_MTP,
     DRAFTER_SETTINGS,
-    SHARED_KEYS,
     HeadSettings,
-    MTPConfig,
+    HeadSpec,
+    TrunkSpec,
     drafted_steps,
     heads_of,
     stands_beside,
     trained_depths,
 )
-from megatron_mtp.spec.head import HeadSpec, TrunkSpec
 from megatron_mtp.spec.rope_scaling import MSCALES, megatrons_scaling, scaling_of, yarn_factor
 
 

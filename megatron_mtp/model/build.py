@@ -42,8 +42,7 @@ from megatron_mtp.model.mtp_block import MultiTokenPredictionBlock
 from megatron_mtp.model.shared_keys import FIRST_PASS_ALONE, WITH_CHAIN
 from megatron_mtp.model.specs import with_modules, with_portable_modules, with_portable_projections
 from megatron_mtp.model.trained_stage import TrainedStage
-from megatron_mtp.spec.config import HeadSettings
-from megatron_mtp.spec.head import HeadSpec
+from megatron_mtp.spec.head import HeadSettings, HeadSpec
 
 
 def join_world(alone: bool = False, expert_parallel: int = 1) -> None:

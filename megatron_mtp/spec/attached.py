@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, fields, replace
 from math import inf
 from typing import Any
 
-from megatron_mtp.spec.config import HEADS, MTPConfig, module_of
+from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.head import HEADS, module_of
 from megatron_mtp.spec.kinds import kind_of
 
 READ = {

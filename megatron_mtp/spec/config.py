@@ -5,15 +5,13 @@ and stay in Megatron's TransformerConfig; this module has only the settings that
 """
 
 import math
-from argparse import Namespace
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from megatron_mtp.spec.attention import SIZE_SETTINGS, LatentSizes, parsed_scaling
-from megatron_mtp.spec.head import drafts_of
+from megatron_mtp.spec.attention import LatentSizes, parsed_scaling
 from megatron_mtp.spec.kinds import (
     DRAFTERS,
     FROM_0,
@@ -30,17 +28,9 @@ ARCHITECTURES = ("sequential", "parallel")
 INITS = ("random", "last-layer")
 OF_KINDS = settings_of_kinds()
 """Settings that only some kinds of drafters read."""
-DRAFTER_SETTINGS = (
-    *("drafter", "drafter_layers", "drafter_ffn_hidden_size", "drafter_window_size", *SIZE_SETTINGS),
-    *(name for name, setting in OF_KINDS.items() if setting.is_kept),
-)
-"""Settings that determine the architecture of a drafter."""
 
 SHARED_KEYS = ("mtp_repeated_layer_shares_kv", "mtp_repeated_layer_first_pass_kv")
 """Settings that let later passes of a repeated layer attend to pass 1's keys and values."""
-
-BESIDE_MTP = "drafter_beside_mtp"
-"""Argument that is true if a drafter is trained together with MTP layers rather than instead of them."""
 
 COLDEST, HOTTEST = 0.01, 100.0
 """Temperature limits: below, a distribution collapses to one token in float32; above, it is uniform."""
@@ -84,15 +74,18 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _declared(name: str, setting: Setting) -> tuple[str, Any, Any]:
-    """Return name, type and field of a setting that rows of kinds declare; the field is None where none is given."""
-    described: dict[str, Any] = {"metavar": setting.metavar, "nargs": "+" if setting.is_list else None}
-    made = {"action": "store_true"} if setting.value_type is bool else {"type": setting.value_type, **described}
+def _declared(name: str, setting: Setting) -> Any:
+    """Return the field of a setting that rows of kinds declare; its value is None where none is given."""
     text = setting.help.replace("{kinds}", _readers(name))
-    return name, Any, _flag(None, text, setting.allowed, setting.choices, **made)
+    if setting.value_type is bool:
+        return _flag(None, text, action="store_true")
+    described = {"type": setting.value_type, "metavar": setting.metavar, "nargs": "+" if setting.is_list else None}
+    return _flag(None, text, setting.allowed, setting.choices, **described)
 
 
-SettingsOfKinds: Any = make_dataclass("SettingsOfKinds", [_declared(*row) for row in OF_KINDS.items()], frozen=True)
+SettingsOfKinds: Any = make_dataclass(
+    "SettingsOfKinds", [(name, Any, _declared(name, setting)) for name, setting in OF_KINDS.items()], frozen=True
+)
 """A field for every setting of `OF_KINDS`."""
 
 
@@ -100,9 +93,9 @@ SettingsOfKinds: Any = make_dataclass("SettingsOfKinds", [_declared(*row) for ro
 class MTPConfig(SettingsOfKinds):
     """Settings that `pretrain_gpt.py` adds to Megatron's flags. Each field is a flag.
 
-    What all runs or all drafters share are the fields below. Settings of some kinds of drafters are fields too, which
-    come from their rows by the base class: so a setting is declared once, in the folder of its kind, and whatever
-    lists, checks, copies or compares the fields of a configuration includes it, also if another package declares it.
+    The fields below are shared by all runs or all drafters. Settings that only some kinds of drafters read are declared
+    in the rows of these kinds, and the base class makes fields of them: so whatever lists, checks, copies or compares
+    fields includes them, also those of other packages.
 
     `megatron_mtp.losses.table` checks the name of the loss and `mtp_loss_mix`.
 
@@ -142,7 +135,6 @@ class MTPConfig(SettingsOfKinds):
         "run.json. Default: neither is written.",
         metavar="DIR",
     )
-
     mtp_draft_prompts: Sequence[str] | None = _flag(
         None,
         "At evaluations, also draft for the first N prompts (default: 8) of this JSON-lines file and log the accepted "
@@ -367,13 +359,13 @@ class MTPConfig(SettingsOfKinds):
     def __post_init__(self) -> None:
         for one in fields(self):
             value, allowed, choices = getattr(self, one.name), one.metadata["allowed"], one.metadata["choices"]
-            if value is not None and choices and value not in choices:
-                raise ValueError(f"{flag_of(one.name)} is '{value}'; choose one of {', '.join(choices)}.")
-            if value is not None and allowed and not allowed[1](value):
-                raise ValueError(f"{flag_of(one.name)} is {value}; give {allowed[0]}.")
-            if not one.name.startswith("drafter_") or value is None:
+            if value is None:
                 continue
-            if self.drafter not in (readers := readers_of(one.name)):
+            if choices and value not in choices:
+                raise ValueError(f"{flag_of(one.name)} is '{value}'; choose one of {', '.join(choices)}.")
+            if allowed and not allowed[1](value):
+                raise ValueError(f"{flag_of(one.name)} is {value}; give {allowed[0]}.")
+            if one.name.startswith("drafter_") and self.drafter not in (readers := readers_of(one.name)):
                 given = "without --drafter" if self.drafter is None else f"with --drafter {self.drafter}"
                 kinds = " or ".join(filter(None, (", ".join(readers[:-1]), readers[-1])))
                 raise ValueError(f"{flag_of(one.name)} was given {given}; give --drafter {kinds}, or drop it.")
@@ -491,77 +483,6 @@ def loss_parts(given: str, flag: str = "--mtp-loss") -> list[tuple[str, float]]:
         f"{flag} is '{given}'; give one loss, or several with their parts of the training steps, numbers above 0 that "
         "add up to 1, as in lk:0.7,e2e_tv:0.3."
     )
-
-
-def trained_depths(args: Namespace) -> int:
-    """Return the number of depths: the passes of a repeated layer, otherwise --mtp-num-layers."""
-    if not args.mtp_num_layers:
-        return 0
-    passes: int | None = getattr(args, "mtp_unroll", None)
-    return passes or int(args.mtp_num_layers)
-
-
-def drafted_steps(args: Namespace) -> int:
-    """Return the number of tokens that a drafter trained with MTP layers learns to draft; 0 without one."""
-    return drafts_of(vars(args)) if stands_beside(args) else 0
-
-
-def stands_beside(args: Namespace) -> bool:
-    """Return whether a drafter is trained together with MTP layers."""
-    return getattr(args, "drafter", None) is not None and getattr(args, BESIDE_MTP, False)
-
-
-# --- draft heads -----------------------------------------------------------------------------------------------------
-#
-# Heads that draft on a trunk: MTP layers, a drafter, or both, in this order.
-
-HEADS = {"mtp": "mtp", "drafter_block": "drafter"}
-"""Module names of draft heads, with their prefix in metrics; a drafter without MTP layers is `mtp` too."""
-
-
-def is_head(module: str) -> bool:
-    """Return whether a module with this name is a draft head, including drafters named by `attach`."""
-    return module in HEADS or module.startswith("drafter_")
-
-
-def module_of(head: str) -> str:
-    """Return the module name of an attached head."""
-    return head if head in HEADS else f"drafter_{head}"
-
-
-@dataclass(frozen=True)
-class HeadSettings:
-    """A draft head of a run or a model.
-
-    Attributes:
-        name: name of its module, a key of `HEADS`.
-        settings: architecture and training settings.
-        depths: number of tokens that it drafts.
-        has_lambda: whether its loss is weighted with lambda and trains the output layer like the trunk's loss. False
-            for a drafter trained with MTP layers.
-    """
-
-    name: str
-    settings: MTPConfig
-    depths: int
-    has_lambda: bool = True
-
-
-def heads_of(settings: MTPConfig, depths: int, steps: int) -> list[HeadSettings]:
-    """Return the draft heads of a run or a model.
-
-    Args:
-        settings: settings of all heads.
-        depths: number of depths of the first head (`trained_depths`); 0 if there are no heads.
-        steps: number of tokens that a drafter trained with MTP layers drafts (`drafted_steps`); 0 without one.
-    """
-    first, *others = HEADS
-    if not depths:
-        return []
-    if not steps:
-        return [HeadSettings(first, settings, depths)]
-    own, drafter = settings.apart()
-    return [HeadSettings(first, own, depths), HeadSettings(others[0], drafter, steps, has_lambda=False)]
 
 
 def number_of(text: str) -> float:

@@ -1,4 +1,6 @@
-"""HeadSpec: the complete description of a drafter. All defaults are filled in and all settings checked here.
+"""Draft heads: the complete description of a drafter, and which heads a run has.
+
+HeadSpec describes a drafter. All defaults are filled in and all settings checked here:
 
     HeadSpec.resolve("dflash", {"drafter_steps": 4}, trunk)
 
@@ -6,12 +8,20 @@ Flags, checkpoint arguments and model settings pass what they have, by flag name
 serving read the resolved description.
 """
 
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_mtp.spec.attention import AttentionSizes, own_sizes, size_settings, windows_of
-from megatron_mtp.spec.kinds import DRAFTERS, STEPS, DrafterKind, kind_of, settings_of_kinds
+from megatron_mtp.spec.attention import SIZE_SETTINGS, AttentionSizes, own_sizes, size_settings, windows_of
+from megatron_mtp.spec.config import OF_KINDS, MTPConfig
+from megatron_mtp.spec.kinds import DRAFTERS, DrafterKind, drafts_of, kind_of, settings_of_kinds
+
+DRAFTER_SETTINGS = (
+    *("drafter", "drafter_layers", "drafter_ffn_hidden_size", "drafter_window_size", *SIZE_SETTINGS),
+    *(name for name, setting in OF_KINDS.items() if setting.is_kept),
+)
+"""Settings that determine the architecture of a drafter."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +149,6 @@ class HeadSpec:
         }
 
 
-def drafts_of(given: Mapping[str, Any]) -> int:
-    """Return the number of tokens that a drafter learns to draft."""
-    return int(given.get("drafter_steps") or STEPS)
-
-
 def layers_of(row: DrafterKind, given: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """Return the numbers of the trunk layers that a drafter reads.
 
@@ -162,3 +167,75 @@ def _mask_token(given: int | None, vocabulary: int) -> int:
             f"--drafter-mask-token is {mask}, and the vocabulary has {vocabulary} tokens; give one of those."
         )
     return mask
+
+
+# --- draft heads of a run ---------------------------------------------------------------------------------------------
+
+BESIDE_MTP = "drafter_beside_mtp"
+"""Argument that is true if a drafter is trained together with MTP layers rather than instead of them."""
+
+HEADS = {"mtp": "mtp", "drafter_block": "drafter"}
+"""Module names of draft heads, with their prefix in metrics; a drafter without MTP layers is `mtp` too."""
+
+
+def is_head(module: str) -> bool:
+    """Return whether a module with this name is a draft head, including drafters named by `attach`."""
+    return module in HEADS or module.startswith("drafter_")
+
+
+def module_of(head: str) -> str:
+    """Return the module name of an attached head."""
+    return head if head in HEADS else f"drafter_{head}"
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """A draft head of a run or a model.
+
+    Attributes:
+        name: name of its module, a key of `HEADS`.
+        settings: architecture and training settings.
+        depths: number of tokens that it drafts.
+        has_lambda: whether its loss is weighted with lambda and trains the output layer like the trunk's loss. False
+            for a drafter trained with MTP layers.
+    """
+
+    name: str
+    settings: MTPConfig
+    depths: int
+    has_lambda: bool = True
+
+
+def heads_of(settings: MTPConfig, depths: int, steps: int) -> list[HeadSettings]:
+    """Return the draft heads of a run or a model.
+
+    Args:
+        settings: settings of all heads.
+        depths: number of depths of the first head (`trained_depths`); 0 if there are no heads.
+        steps: number of tokens that a drafter trained with MTP layers drafts (`drafted_steps`); 0 without one.
+    """
+    first, *others = HEADS
+    if not depths:
+        return []
+    if not steps:
+        return [HeadSettings(first, settings, depths)]
+    own, drafter = settings.apart()
+    return [HeadSettings(first, own, depths), HeadSettings(others[0], drafter, steps, has_lambda=False)]
+
+
+def trained_depths(args: Namespace) -> int:
+    """Return the number of depths: the passes of a repeated layer, otherwise --mtp-num-layers."""
+    if not args.mtp_num_layers:
+        return 0
+    passes: int | None = getattr(args, "mtp_unroll", None)
+    return passes or int(args.mtp_num_layers)
+
+
+def drafted_steps(args: Namespace) -> int:
+    """Return the number of tokens that a drafter trained with MTP layers learns to draft; 0 without one."""
+    return drafts_of(vars(args)) if stands_beside(args) else 0
+
+
+def stands_beside(args: Namespace) -> bool:
+    """Return whether a drafter is trained together with MTP layers."""
+    return getattr(args, "drafter", None) is not None and getattr(args, BESIDE_MTP, False)

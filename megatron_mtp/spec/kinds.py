@@ -302,6 +302,11 @@ CALLED_ELSEWHERE = {
 """Names of drafters that are not kinds here, in lower-case letters and digits, with a description."""
 
 
+def drafts_of(given: Mapping[str, Any]) -> int:
+    """Return the number of tokens that a drafter learns to draft."""
+    return int(given.get("drafter_steps") or STEPS)
+
+
 def fitted_kind() -> DrafterKind:
     """Return the kind that `fit-drafter` initializes."""
     return next(row for row in DRAFTERS.values() if row.can_be_fitted)

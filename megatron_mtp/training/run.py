@@ -35,7 +35,8 @@ from megatron_mtp.megatron.patches.table import CORE, LOOP
 from megatron_mtp.megatron.patterns import trunk_and_depths
 from megatron_mtp.megatron.runtime import check_device
 from megatron_mtp.model.shared_embedding import embedding_ranks
-from megatron_mtp.spec.config import MTPConfig, trained_depths
+from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.head import trained_depths
 from megatron_mtp.training.arguments import parse_checked_args, set_connections, set_machine_flags
 from megatron_mtp.training.best_state import BestState, ended_run, evaluates_at, iteration_of
 from megatron_mtp.training.checks import check_precision, check_writable

@@ -38,7 +38,8 @@ from megatron_mtp.checkpoint.convert.drafter_form import read_drafter, trunk_of
 from megatron_mtp.checkpoint.convert.live_drafter import export_drafter, export_drafter_weights
 from megatron_mtp.losses.mtp_loss import Batch, loss_of_stage, mtp_loss, trunk_states
 from megatron_mtp.model.attachment import attached_of
-from megatron_mtp.spec.config import MTPConfig, is_head
+from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.head import is_head
 from megatron_mtp.training.parameter_group import get_mtp_optimizer
 
 pytestmark = pytest.mark.usefixtures("megatron")

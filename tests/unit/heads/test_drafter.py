@@ -16,7 +16,8 @@ from megatron_mtp.losses.objective import NextTokensObjective, ObjectiveOutput, 
 from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.model.arguments import alone, as_mtp_layers
 from megatron_mtp.model.attachment import attached_of
-from megatron_mtp.spec.config import HEADS, MTPConfig, drafted_steps, stands_beside
+from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.head import HEADS, drafted_steps, stands_beside
 from megatron_mtp.spec.kinds import DRAFTERS
 
 _, DRAFTER_BLOCK = HEADS

@@ -13,8 +13,8 @@ import pytest
 from megatron_mtp.checkpoint.convert.drafter_views import keys_of_settings, settings_in
 from megatron_mtp.megatron.model_arguments import MODEL_ARGUMENTS
 from megatron_mtp.spec.attention import AttentionSizes
-from megatron_mtp.spec.config import DRAFTER_SETTINGS, OF_KINDS, MTPConfig
-from megatron_mtp.spec.head import HeadSpec, TrunkSpec
+from megatron_mtp.spec.config import OF_KINDS, MTPConfig
+from megatron_mtp.spec.head import DRAFTER_SETTINGS, HeadSpec, TrunkSpec
 from megatron_mtp.spec.kinds import DRAFTERS, FROM_1, Setting, readers_of, settings_of_kinds
 
 TRUNK = TrunkSpec(24, 100, 64, 80, AttentionSizes(8, 2, 8, 1e-6, 1e4))
@@ -37,6 +37,7 @@ def test_every_declared_setting_is_a_field_and_those_of_the_architecture_are_kep
     assert {*OF_KINDS} - kept == {"drafter_blocks"}
     assert kept <= {*DRAFTER_SETTINGS} <= {*MODEL_ARGUMENTS}
     assert not {*OF_KINDS} - kept & {*MODEL_ARGUMENTS}
+    assert {*HeadSpec.resolve("dspark", {}, TRUNK).arguments(TRUNK)} == {*DRAFTER_SETTINGS, "drafter_steps"}
 
 
 def test_settings_of_kinds_are_compared_copied_and_hashed_like_all_others() -> None:

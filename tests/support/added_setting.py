@@ -41,7 +41,7 @@ def main(folder: Path, kind: str) -> None:
     try:
         MTPConfig(drafter="dflash", **{NAME: True})
     except ValueError as error:
-        assert str(error) == f"{FLAG} was given with --drafter dflash; give --drafter {kind}, or drop it."  # noqa: PT017
+        assert f"{FLAG} was given with --drafter dflash; give --drafter {kind}," in str(error)  # noqa: PT017
     else:
         raise AssertionError("a kind that does not read the switch took it")
     assert f"{FLAG} " in parser("train").format_help()

@@ -16,11 +16,11 @@ from put_back import put_back
 from quicker import collect_new_objects_alone
 
 LONGEST = """
-    layouts attached_layouts verify drafting drafter_commands live_drafts state_cache ring_ranks graphs types serve engine
-    triton_chunk graft gpu_check prove convert_tool drafting_methods document_commands serving_life audit_drafters stacks benchmarks hybrid_drafting trunk_families verifiers generate loading
-    quantized_export wrapped commands killed_training killed_conversion features migrated_training extensions_away
-    precision conversion faults resume linear_cross_entropy migration serving weight_updates weight_gradient
-    verify_numbers trunk_only
+    layouts attached_layouts verify drafting drafter_commands live_drafts state_cache ring_ranks graphs types serve
+    engine triton_chunk graft gpu_check prove convert_tool drafting_methods document_commands serving_life
+    audit_drafters stacks benchmarks hybrid_drafting trunk_families verifiers generate loading quantized_export
+    wrapped commands killed_training killed_conversion features migrated_training extensions_away precision conversion
+    faults resume linear_cross_entropy migration serving weight_updates weight_gradient verify_numbers trunk_only
 """.split()
 """Test files that take the longest, by their names after `test_`, which go first:
 as the last one, each would keep one worker alone busy."""

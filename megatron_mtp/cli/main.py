@@ -68,8 +68,10 @@ def run(verb: str, program: str, arguments: list[str]) -> int:
         arguments: arguments after the command.
     """
     open_streams()
+    with sentences(program):
+        module = module_of(verb)  # its tables refuse parts of other packages
     with sentences(program, mistakes=()):  # each verb turns its own ValueErrors into messages
-        status: int = module_of(verb).main(arguments, program)
+        status: int = module.main(arguments, program)
     return status
 
 

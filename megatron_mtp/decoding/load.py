@@ -28,7 +28,7 @@ from megatron_mtp.megatron.machine import transformer_engine_works
 from megatron_mtp.model.arguments import MTPModelConfig, check_trainable, config_of
 from megatron_mtp.model.build import build, join_world
 from megatron_mtp.model.stored_arguments import alone, completed
-from megatron_mtp.spec.config import stands_beside
+from megatron_mtp.spec.head import stands_beside
 from megatron_mtp.spec.kinds import DRAFTERS
 
 if TYPE_CHECKING:

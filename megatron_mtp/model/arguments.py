@@ -17,17 +17,16 @@ from torch import Tensor
 
 from megatron_mtp.megatron.patterns import symbols_of_a_layer, trunk_and_depths
 from megatron_mtp.spec.attention import AttentionSizes, LatentSizes
-from megatron_mtp.spec.config import (
+from megatron_mtp.spec.config import SHARED_KEYS, MTPConfig
+from megatron_mtp.spec.head import (
     BESIDE_MTP,
     DRAFTER_SETTINGS,
-    SHARED_KEYS,
     HeadSettings,
-    MTPConfig,
+    TrunkSpec,
     drafted_steps,
     heads_of,
     trained_depths,
 )
-from megatron_mtp.spec.head import TrunkSpec
 from megatron_mtp.spec.rope_scaling import MSCALES, megatrons_scaling, scaling_of, yarn_factor
 
 

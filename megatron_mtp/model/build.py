@@ -44,8 +44,7 @@ from megatron_mtp.model.specs import with_portable_modules, with_portable_projec
 from megatron_mtp.model.swapped import with_modules
 from megatron_mtp.model.trained_stage import TrainedStage
 from megatron_mtp.model.trunk_facts import trunk_spec_of
-from megatron_mtp.spec.config import HeadSettings
-from megatron_mtp.spec.head import HeadSpec
+from megatron_mtp.spec.head import HeadSettings, HeadSpec
 
 
 def join_world(alone: bool = False, expert_parallel: int = 1) -> None:

@@ -32,8 +32,7 @@ from megatron_mtp.model.rope import rotary_of
 from megatron_mtp.model.specs import with_portable_modules
 from megatron_mtp.model.swapped import with_modules
 from megatron_mtp.model.trunk_output import TrunkOutput
-from megatron_mtp.spec.config import HEADS
-from megatron_mtp.spec.head import HeadSpec
+from megatron_mtp.spec.head import HEADS, HeadSpec
 from megatron_mtp.spec.kinds import DRAFTERS
 
 

@@ -10,8 +10,7 @@ from megatron_mtp.megatron.parser import CUDA, arguments_without
 from megatron_mtp.megatron.parsing import parse_flags
 from megatron_mtp.megatron.patterns import without_stages
 from megatron_mtp.model.arguments import as_mtp_layers, trunk_spec
-from megatron_mtp.spec.config import BESIDE_MTP, drafted_steps, stands_beside
-from megatron_mtp.spec.head import HeadSpec
+from megatron_mtp.spec.head import BESIDE_MTP, HeadSpec, drafted_steps, stands_beside
 
 
 def completed(stored: Namespace) -> Namespace:

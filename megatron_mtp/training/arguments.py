@@ -24,7 +24,8 @@ from megatron_mtp.megatron.model_arguments import MODEL_ARGUMENTS
 from megatron_mtp.megatron.parser import APEX, CUDA, TE, flags_without
 from megatron_mtp.megatron.patterns import without_stages
 from megatron_mtp.model.arguments import MTPModelConfig, check_trainable, config_of
-from megatron_mtp.spec.config import BESIDE_MTP, MTPConfig, drafted_steps, heads_of, trained_depths
+from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.head import BESIDE_MTP, drafted_steps, heads_of, trained_depths
 from megatron_mtp.training.checks import check_data, check_flags, check_hub, check_ranges, check_supported, check_trunk
 from megatron_mtp.training.datasets import OF_CHAT_FLAGS, reads_chats
 from megatron_mtp.training.flags import add_mtp_arguments

@@ -28,7 +28,8 @@ from megatron_mtp.megatron.flags import RANGES, UNSUPPORTED
 from megatron_mtp.megatron.machine import transformer_engine_works
 from megatron_mtp.megatron.model_arguments import MODEL_ARGUMENTS
 from megatron_mtp.megatron.patterns import RECURRENT
-from megatron_mtp.spec.config import MTPConfig, drafted_steps, flag_of, trained_depths
+from megatron_mtp.spec.config import MTPConfig, flag_of
+from megatron_mtp.spec.head import drafted_steps, trained_depths
 from megatron_mtp.training.datasets import KINDS, OF_CHAT_FLAGS, kind_of_data
 from megatron_mtp.training.documents import named_prefixes
 from megatron_mtp.training.flags import CHAT_FLAGS

@@ -8,7 +8,7 @@ from typing import get_args
 from megatron_mtp.common.errors import Parser, add_foreign_flags
 from megatron_mtp.losses.table import LOSSES
 from megatron_mtp.megatron.parser import add_yarn_arguments
-from megatron_mtp.spec.config import MTPConfig, flag_of
+from megatron_mtp.spec.config import OF_KINDS, MTPConfig, flag_of
 
 _STEPS = "--drafter-steps (of a drafter) or --mtp-unroll (of a repeated MTP layer)"
 _FROM_FOLDER = "--load, a checkpoint that megatron-mtp convert hf-to-mcore makes of it"
@@ -59,7 +59,7 @@ def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
         except (ValueError, TypeError, KeyError):
             action.help = str(action.help).replace("%", "%%")
     group = parser.add_argument_group("multi-token prediction (megatron-mtp)")
-    for field in fields(MTPConfig):
+    for field in sorted(fields(MTPConfig), key=lambda one: one.name in OF_KINDS):
         described = {name: value for name, value in field.metadata.items() if name not in ("allowed", "choices")}
         kind = (get_args(field.type) or (field.type,))[0]
         described |= {"action": "store_true"} if kind is bool else {"type": kind} if kind in (int, float) else {}

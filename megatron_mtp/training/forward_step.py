@@ -38,7 +38,8 @@ from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.model.packed_rows import PackedRows
 from megatron_mtp.model.stage_output import StageOutput
-from megatron_mtp.spec.config import HEADS, HeadSettings, MTPConfig, drafted_steps, heads_of, trained_depths
+from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.head import HEADS, HeadSettings, drafted_steps, heads_of, trained_depths
 from megatron_mtp.training.contexts import numbers_of_contexts
 from megatron_mtp.training.reading_stages import reads_data, reads_everything, reads_packed_rows, reads_positions
 from megatron_mtp.training.row_keys import Rows, keys_of

@@ -30,7 +30,8 @@ from megatron_mtp.megatron.checkpoint.reader import (
 )
 from megatron_mtp.megatron.patterns import trunk_and_depths
 from megatron_mtp.model.draft_vocabulary import tokens_of_file
-from megatron_mtp.spec.config import DRAFTER_SETTINGS, HEADS, MTPConfig, flag_of, stands_beside
+from megatron_mtp.spec.config import MTPConfig, flag_of
+from megatron_mtp.spec.head import DRAFTER_SETTINGS, HEADS, stands_beside
 from megatron_mtp.spec.rope_scaling import scaling_arguments
 from megatron_mtp.training.short_log import say
 

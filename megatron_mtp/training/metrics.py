@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_mtp.common.acceptance import EXPECTED_LENGTH, RECORD, AcceptanceStats, BySource, record_of
 from megatron_mtp.common.files import written_beside
 from megatron_mtp.megatron.checkpoint import TRACKER
-from megatron_mtp.spec.config import HEADS
+from megatron_mtp.spec.head import HEADS
 from megatron_mtp.spec.kinds import kind_of
 from megatron_mtp.training.best_state import BestState
 from megatron_mtp.training.contexts import by_context

@@ -31,7 +31,8 @@ from megatron_mtp.megatron.patches.loop import LOOP
 from megatron_mtp.megatron.patches.patch import CORE, Replace, State, installed, state_of, while_replaced
 from megatron_mtp.megatron.patterns import trunk_and_depths
 from megatron_mtp.model.shared_embedding import embedding_ranks
-from megatron_mtp.spec.config import MTPConfig, trained_depths
+from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.head import trained_depths
 from megatron_mtp.training.arguments import parse_checked_args, set_connections, set_machine_flags
 from megatron_mtp.training.best_state import BestState, ended_run, evaluates_at, iteration_of
 from megatron_mtp.training.checks import check_precision, check_writable

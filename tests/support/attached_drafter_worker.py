@@ -33,7 +33,7 @@ from torch import Tensor
 from megatron_mtp.attach import Attached, Head, attach
 from megatron_mtp.checkpoint.convert.live_drafter import export_drafter_weights
 from megatron_mtp.losses.stage_loss import own_positions
-from megatron_mtp.spec.config import is_head
+from megatron_mtp.spec.head import is_head
 
 FOLDED = 1e-4
 """What float32 makes of the sums of one row of documents under tensor parallelism: of an input of a strange stride

@@ -26,7 +26,8 @@ from megatron_mtp.common.record import carry_record
 from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, HF_FILES, ORIGIN
 from megatron_mtp.megatron.parsing import parsed
 from megatron_mtp.model.draft_vocabulary import tokens_of_file
-from megatron_mtp.spec.config import SHARED_KEYS, trained_depths
+from megatron_mtp.spec.config import SHARED_KEYS
+from megatron_mtp.spec.head import trained_depths
 
 TRUNK_ONLY = "trunk only"
 """Entry in the record of an import: the MTP layers were left out, whatever the stored config counts."""

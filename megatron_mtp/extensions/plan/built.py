@@ -27,7 +27,7 @@ from megatron_mtp.model.build import build
 from megatron_mtp.model.linear import PortableLinear
 from megatron_mtp.model.recurrent import PortableGatedDeltaNet
 from megatron_mtp.model.swapped import having
-from megatron_mtp.spec.config import HEADS
+from megatron_mtp.spec.head import HEADS
 
 PARTS = {
     "trunk": "decoder.",

@@ -19,7 +19,8 @@ from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.model.arguments import as_mtp_layers
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.stored_arguments import alone
-from megatron_mtp.spec.config import HEADS, MTPConfig, drafted_steps, stands_beside
+from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.head import HEADS, drafted_steps, stands_beside
 from megatron_mtp.spec.kinds import DRAFTERS
 
 _, DRAFTER_BLOCK = HEADS

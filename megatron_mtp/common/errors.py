@@ -146,7 +146,7 @@ def sentences(program: str, mistakes: Mistakes = ValueError, advice: str = "") -
         _say(program, f"interrupted{advice and f'; {advice}'}")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout again at exit
         sys.exit(UNREAD)
     except Exception as error:
         said = _of_the_output(error) or (
@@ -168,7 +168,7 @@ def open_streams() -> None:
             if null != number:
                 os.dup2(null, number)
                 os.close(null)
-            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115  # as long as the process
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115  # stays open
 
 
 def status_of(program: str, work: Callable[[], int], mistakes: Mistakes = ValueError, advice: str = "") -> int:

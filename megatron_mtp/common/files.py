@@ -42,11 +42,11 @@ def written_beside(target: Path, shared: bool = False) -> Iterator[Path]:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     beside = target.with_name(f"{target.name}.{os.getpid()}.partial" if shared else f"{target.name}.partial")
     try:
-        remove(beside)  # of a killed run
+        remove(beside)  # left by a killed process
         yield beside
         sync(beside)
         if beside.is_dir():
-            remove(target)  # a folder that holds files cannot be replaced
+            remove(target)  # os.replace cannot replace a non-empty folder
         os.replace(beside, target)
     finally:
         remove(beside)
@@ -107,12 +107,12 @@ def one_writer(output: Path, name: str) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        try:  # which also says so where its folder takes no files
+        try:  # does the lock fail because the folder is not writable?
             file.touch()
         except OSError:
             raise ValueError(f"{name} cannot be written: {file.parent} takes no files; name another output.") from None
         holder = ""
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the other process may have just finished
             holder = file.read_text()
         raise ValueError(
             f"{name} is being written by {holder or 'another process'}; wait until it has ended, or name another "

@@ -110,7 +110,7 @@ def trunk_states(model: torch.nn.Module, tokens_BS: Tensor, document_BS: Tensor 
         positions_S.expand(len(joined_BS), -1),
         None,  # no mask means causal attention
         packed_seq_params=packed,
-        output_processor=lambda stage: stage.hidden_SBH,  # without a batch, MTP layers do not run
+        output_processor=lambda stage: stage.hidden_SBH,  # no batch is passed, so the MTP layers do not run
     )
     return states if packed is None else states.view(len(tokens_BS), -1, states.size(-1)).transpose(0, 1)
 
@@ -210,7 +210,7 @@ def loss_of_stage(
     """
     tokens_BS, labels_BS, loss_mask_BS = batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS
     document_BS, packed, normalizer = batch.document_BS, batch.packed, batch.normalizer
-    if not stage.config.fp32_residual_connection:  # Megatron's Float16Module has made all outputs float32
+    if not stage.config.fp32_residual_connection:  # Float16Module has converted the outputs to float32
         hidden_SBH = hidden_SBH.to(stage.head(detached=True).weight.dtype)
     if packed is not None and document_BS is None:
         document_BS = _documents(packed, tokens_BS)
@@ -230,7 +230,7 @@ def loss_of_stage(
     depths = depth_batch(shifted, head.depths, document_BS).at(own_S)
     depths = with_draws(depths, settings, (0, step), tokens_BS.size(1))
     is_apart = is_detached(stage.config) or settings.mtp_train_only or not hidden_SBH.requires_grad
-    with _fork_rng():  # dropout in MTP layers does not change the trunk's in its next forward
+    with _fork_rng():  # keep MTP dropout from changing the trunk's random state
         drafted = stage.drafted(head, hidden_SBH, depths, packed, tokens_BS.size(1), is_apart)
     return _loss(stage, settings, hidden_SBH, drafted, normalizer is not None, progress)
 
@@ -277,7 +277,7 @@ def _check_states(stage: Attachment, hidden_SBH: Tensor, tokens_BS: Tensor, posi
 
 
 def _check_labels(labels_BS: Tensor, loss_mask_BS: Tensor, vocab_size: int | None) -> None:
-    if vocab_size is None or labels_BS.device.type != "cpu":  # the host would wait for a GPU's labels
+    if vocab_size is None or labels_BS.device.type != "cpu":  # reading labels on a GPU would synchronize
         return
     strange = labels_BS[(labels_BS >= vocab_size) & (loss_mask_BS != 0)]
     if strange.numel():
@@ -312,7 +312,7 @@ def packed_rows(document_BS: Tensor, cuts_rows: bool) -> PackedSeqParams:
         raise ValueError(
             f"document_BS has {len(document_BS)} rows, which sequence parallelism cuts; join them to one row."
         )
-    changes_BS = document_BS.diff(dim=1, prepend=document_BS[:, :1] - 1) != 0  # a row begins a document too
+    changes_BS = document_BS.diff(dim=1, prepend=document_BS[:, :1] - 1) != 0  # every row starts a document
     starts = changes_BS.flatten().nonzero()[:, 0]
     offsets = pad(starts, (0, 1), value=document_BS.numel()).to(torch.int32)
     longest = int(offsets.diff().max())

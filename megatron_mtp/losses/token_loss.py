@@ -113,12 +113,12 @@ class TokenLoss(ABC):
 
 # --- ce: cross-entropy with label smoothing and z-loss, float32, vocabulary-parallel ---------------------------------
 #
-# With s the smoothing, z the weight of the z-loss (PaLM, arXiv:2204.02311, section 5), l the logits, L = logsumexp l:
+# With s the smoothing, z the z-loss weight (PaLM, arXiv:2204.02311, section 5), l the logits, and L = logsumexp l:
 #
 #     loss     = L - (1 - s) l_y - s mean_v l_v + z L^2
 #     gradient = (1 + 2 z L) softmax(l) - (1 - s) [v = y] - s / V
 #
-# With a draft vocabulary labels are numbers of its tokens, V is its size, and a label outside of it (-1) has loss 0 and
+# With a draft vocabulary, labels are indices into it, V is its size, and a label outside of it (-1) has loss 0 and
 # gradient 0.
 
 
@@ -164,11 +164,11 @@ class CrossEntropy(TokenLoss):
         return loss_N.add_(normalizer_N.square(), alpha=self.z_loss) if self.z_loss else loss_N
 
 
-# --- dpace: cross-entropy, weighted by the number of drafts that are expected to be accepted (speculators) ------------
+# --- dpace: cross-entropy weighted by the expected number of accepted drafts (speculators) ---------------------------
 #
 #     loss      sum_k W_k ce_k,   W_k = sum_(j >= k) r_1 .. r_j,   r = (1 + exp(-ce)) / 2
 #
-# The weights W count as constants in the gradient. A masked depth ends the chain, as a rejected draft does:
+# The gradient treats the weights W as constants. A masked depth ends the chain, as a rejected draft does:
 #
 #     probabilities of three labels   1    0    1      r   1  0.5  1        W   2  1  0.5
 #     the second is masked            1    -    1      r   1   0   1        W   1  0   0

@@ -46,7 +46,7 @@ def completed(stored: Namespace) -> Namespace:
             setattr(args, name, getattr(stored, name))
     if args.hybrid_layer_pattern is not None:
         args.hybrid_layer_pattern = without_stages(args.hybrid_layer_pattern)
-    megatrons.validate_args(args)  # by its module, where a patch may have replaced it
+    megatrons.validate_args(args)  # call through the module, because a patch may have replaced it
     return args
 
 
@@ -120,12 +120,12 @@ def config_of(args: Namespace, **given: Any) -> MTPModelConfig:
     config: MTPModelConfig
     if args.hybrid_layer_pattern is None:
         config = gpt_config_from_args(args, **{"model_config_cls": MTPGPTModelConfig, **given})
-        config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's own builder keeps the default
+        config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's builder drops this argument
     else:
         config = hybrid_config_from_args(args, **{"model_config_cls": MTPHybridModelConfig, **given})
     config.true_vocab_size = args.vocab_size
     if args.mtp_num_layers is not None:
-        config.transformer.mtp_num_layers = trained_depths(args)  # the model has a depth for every pass
+        config.transformer.mtp_num_layers = trained_depths(args)  # one depth per pass
     of_drafter = (*DRAFTER_SETTINGS, "drafter_steps") if getattr(args, "drafter", None) is not None else ()
     shared: dict[str, Any] = {name: bool(getattr(args, name, False)) for name in SHARED_KEYS}
     config.mtp = MTPConfig(
@@ -139,10 +139,9 @@ def config_of(args: Namespace, **given: Any) -> MTPModelConfig:
 
 
 # --- patterns of hybrids ---------------------------------------------------------------------------------------------
+# `--hybrid-layer-pattern`: one symbol per layer, first the trunk's, then after each `/` those of an MTP layer.
 #
-# `--hybrid-layer-pattern`: a symbol a layer, the trunk's, and after each `/` a depth's.
-#
-#     M*-|M*-/*-    a trunk of six layers on two pipeline stages, and one depth
+#     M*-|M*-/*-    a trunk of six layers on two pipeline stages, and one MTP layer
 
 
 # --- Megatron's arguments of a model with a drafter ------------------------------------------------------------------

@@ -49,7 +49,7 @@ _CLASSES = {
         "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.distributed.checkpoint.planner": {  # of --ckpt-assume-constant-structure
+    "torch.distributed.checkpoint.planner": {  # written under --ckpt-assume-constant-structure
         "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
     },
     "torch": {"Size", *(str(dtype).removeprefix("torch.") for dtype in (
@@ -73,13 +73,13 @@ def read_catalogue(folder: Path) -> "Metadata":
         metadata = load_catalogue(io.BytesIO(content))
     except FileNotFoundError:
         raise ValueError(f"{folder / CATALOGUE} is missing; give another checkpoint.") from None
-    except Exception as error:  # damaged bytes can make a pickle raise anything
+    except Exception as error:  # unpickling damaged bytes can raise any type
         said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise ValueError(f"{folder / CATALOGUE} is not a catalogue of a checkpoint: {said}.") from None
     try:
         record = json.loads((folder / CHECKSUMS).read_text())
         differs = record["save_id"] == _save_id(metadata) and record["catalogue"] != zlib.crc32(content)
-    except (OSError, ValueError, TypeError, KeyError):  # it is not there, or a kill or a full disk has cut it short
+    except (OSError, ValueError, TypeError, KeyError):  # missing, or truncated by a kill or a full disk
         differs = False
     if differs:
         raise ValueError(f"{folder / CATALOGUE} is damaged: it does not have the checksum in {CHECKSUMS}.")
@@ -89,7 +89,7 @@ def read_catalogue(folder: Path) -> "Metadata":
 def seal(folder: Path) -> None:
     """Write the checksum of the metadata that has just been written to an iteration's folder."""
     if not (folder / CATALOGUE).is_file():
-        return  # the checkpoint is in a store that Megatron reaches over the network
+        return  # the checkpoint is in a remote store
     content = (folder / CATALOGUE).read_bytes()
     save_id = _save_id(load_catalogue(io.BytesIO(content)))
     (folder / CHECKSUMS).write_text(json.dumps({"save_id": save_id, "catalogue": zlib.crc32(content)}) + "\n")
@@ -252,7 +252,7 @@ def checked_once(slice_file: Callable[..., Any]) -> Callable[..., Any]:
     return opened
 
 
-# --- probes: is the fault there? -------------------------------------------------------------------------------------
+# --- probes: is the bug present? -------------------------------------------------------------------------------------
 
 
 class Planted:

@@ -186,7 +186,7 @@ class DistReader:
     def _slab(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         out = torch.empty(shape, dtype=self.dtype(key))
         whole = self._chunks.get((key, offset))
-        if whole is not None and tuple(whole.sizes) == shape:  # one expert of many: do not search all their chunks
+        if whole is not None and tuple(whole.sizes) == shape:  # one expert of many: skip the search through all chunks
             start = torch.Size([0] * len(shape))
             index = MetadataIndex(key, whole.offsets)
             items = [ReadItem(LoadItemType.TENSOR, index, start, index, start, whole.sizes)]
@@ -475,7 +475,7 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
         return False
     pair = [tensor.detach().contiguous().reshape(-1) for tensor in (one, other)]
     places = [number * each.element_size() for each in pair for number in (each.numel(), each.storage_offset())]
-    kind = torch.uint8 if any(place % 8 for place in places) else torch.int64  # words are compared six times as fast
+    kind = torch.uint8 if any(place % 8 for place in places) else torch.int64  # 8-byte words compare six times as fast
     return torch.equal(*(each.view(kind) for each in pair))
 
 

@@ -1,7 +1,7 @@
 """Megatron's features in runs with MTP layers: tested ones, and ones that could not be tested. Plain data.
 
-`test_features.py` runs every row of `TRIED` beside the same run without the flags;
-docs/reference/features.md shows both tables.
+`test_features.py` compares every row of `TRIED` with the same run without the flags; docs/reference/features.md shows
+both tables.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ class Tried:
     """A feature that was run for three steps, with and without its flags.
 
     Attributes:
-        flags: of the feature.
-        processes: of both runs.
-        both: further flags of both runs; {folder} is one of the run's own.
-        apart: how far losses may lie apart, in nats.
+        flags: the feature's flags.
+        processes: number of processes of both runs.
+        both: additional flags of both runs; {folder} is a folder per run.
+        apart: largest allowed difference of losses, in nats.
     """
 
     flags: str

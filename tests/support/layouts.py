@@ -1,7 +1,7 @@
 """The parallel layouts that must compute the same as one process: every row here is a test in test_layouts.py.
 
-Plain data, since both the tests and the jobs that they start (layout_jobs.py) read it. A new layout is a row of
-`LAYOUTS`; a new kind of model is a row of `MODELS`.
+Plain data, read by the tests and by the jobs that they start (layout_jobs.py). Add a layout as a row of `LAYOUTS`, and
+a kind of model as a row of `MODELS`.
 """
 
 from dataclasses import dataclass
@@ -52,9 +52,10 @@ _LATENT = f"{_WHOLE_QUERIES} --q-lora-rank 16"
 
 @dataclass(frozen=True)
 class Model:
-    """Model to train: depths, flags in addition to `layout_jobs.COMMON`, kind of batches, whether the trunk is frozen.
+    """A model to train: MTP layers, flags in addition to `layout_jobs.COMMON`, kind of batches, whether the trunk is
+    frozen.
 
-    `beside` counts the drafts of a drafter beside MTP layers; `exact` ones are trained in float64.
+    `beside` is the number of drafts of a drafter next to MTP layers; `exact` models are trained in float64.
     """
 
     depths: int
@@ -68,7 +69,7 @@ class Model:
 
     @property
     def trained(self) -> int:
-        """Depths that have losses: the passes of a repeated layer, where they are more than the depths."""
+        """Number of depths with losses: the passes of a repeated layer, if more than the MTP layers."""
         return self.passes or self.depths
 
     @property
@@ -225,7 +226,7 @@ MEGATRONS_OWN = ("tied-d1", "untied-d1", "tied-d3", "untied-d3", "repeated-d3", 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread over processes, and the models that are tried in it; `{m}` in flags is one m a depth."""
+    """How models are distributed over processes, and which are tested; `{m}` in flags repeats per MTP layer."""
 
     tp: int = 1
     pp: int = 1
@@ -371,7 +372,7 @@ and expert parallelism, virtual stages, a stage of the depths' own."""
 
 
 def kinds(layout: str) -> set[str]:
-    """The kinds of parallelism in a layout."""
+    """Return the kinds of parallelism in a layout."""
     of = LAYOUTS[layout]
     found = {kind for kind in ("cp", "pp", "dp") if getattr(of, kind) > 1}
     found |= {kind for kind in ("vpp", "stage") if kind in layout}
@@ -383,7 +384,7 @@ EVERY = {each for model in MODELS for each in features(model)}
 _TRIED_WITH_DP = EVERY - {"documents", "ragged", "mixed states", "parallel heads", "padded vocabulary"}
 _TRIED_WITH_DP -= {"shared keys", "keys of pass 1"}
 COVERED: dict[str, set[str]] = {
-    # Megatron wants sequence parallelism for experts, and as many groups as tensor ranks.
+    # Megatron requires sequence parallelism for experts, and at least as many groups as tensor-parallel ranks.
     "tp": EVERY
     - {"experts", "all to all", "one group", "documents", "mixed states", "packed", "mean per token"}
     - {"fused head"},
@@ -411,7 +412,7 @@ FIRST: dict[str, str] = {
 
 
 def sources(model: str) -> list[str]:
-    """The layouts that save a checkpoint of the model."""
+    """Return the layouts that save a checkpoint of the model."""
     return [name for name, layout in LAYOUTS.items() if name == SINGLE or model in layout.models.split()]
 
 
@@ -445,7 +446,7 @@ FIRST_MOVE = ("tied-d3", "dp2", "cp2-dp2")
 
 
 def needs(job: str) -> list[str]:
-    """The jobs that must have run before this one: what it loads, they save."""
+    """Return the jobs that must run before this one, because it loads what they save."""
     name, model, *rest = job.split("/")
     if name in ("train", "resave", "policy", "policy_reference", "export"):
         return [f"init/{model}/ours"]

@@ -1,9 +1,9 @@
-"""Checkpoints with a fault each, given to every verb that loads one, each in a fork of this process.
+"""Give damaged checkpoints to every verb that loads one, each in a fork of this process.
 
     python loading_cases.py FOLDER [--all]
 
-With `--all` every fault is given to every verb that may meet it, else to one of each kind. Prints JSON:
-{fault: {verb: {"status": of exit, "error": stderr, "ran": whether planted code was run}}}.
+With `--all` every fault is given to every verb that may meet it, otherwise to one of each kind. Prints JSON: {fault:
+{verb: {"status": exit status, "error": stderr, "ran": whether planted code ran}}}.
 """
 
 import json
@@ -77,7 +77,7 @@ FURTHER = {"pickle: .metadata": ["train --pretrained-checkpoint", "inspect --che
 
 
 class Planted:
-    """Unpickled, it leaves a file."""
+    """Write a file when unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -300,7 +300,7 @@ def forked(words: list[str], limit: int = 120) -> dict[str, object]:
 
 
 def tried(every: bool) -> dict[str, tuple[Fault, dict[str, Words]]]:
-    """Faults with the verbs that they are given to."""
+    """Return faults with the verbs that they are given to."""
     chosen = {fault: (damage, verbs, [*READERS, *FURTHER.get(fault, ())]) for fault, (damage, verbs) in PLANTED.items()}
     chosen |= {fault: (damage, verbs, first.split(", ")) for fault, (damage, verbs, first) in DAMAGED.items()}
     return OWN | {

@@ -1,4 +1,4 @@
-"""Scalings of rotary positions, as configs have them."""
+"""Rotary scalings as written in configs."""
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -61,7 +61,7 @@ TRUNKS: dict[str, Model] = {
     "dots1-windows": _trunk("dots1", **DEEP_EXPERTS, sliding_window=6, max_window_layers=2),
     "deepseek_v2": _trunk("deepseek_v2", **V2, first_k_dense_replace=1),
     "deepseek_v2-groups": _trunk("deepseek_v2", **V2, topk_method="group_limited_greedy", n_group=3, topk_group=2),
-    # transformers zeroes the embedding of a padding token after loading this class, so the model has none.
+    # transformers zeroes a padding token's embedding after loading this class, so the model has no padding token.
     "youtu": _trunk("youtu", **LATENT, num_attention_heads=4, tie_word_embeddings=True, pad_token_id=None),
     "solar_open": _trunk("solar_open", **DEEP_EXPERTS),
     "gpt_oss": _trunk("gpt_oss", **OSS, layer_types=_windows("full", "full", "full")),
@@ -89,7 +89,7 @@ SQUARE = ("helium", "granitemoe", "granitemoeshared")
 
 
 def larger(name: str) -> dict[str, Any]:
-    """The changes that make the larger size of a model."""
+    """Return the changes that give the larger size of a model."""
     own = {"head_dim": 8} if name in SQUARE else {}
     return {key: LARGER[key] for key in LARGER if key not in (TRUNKS | LEFT)[name].config} | own
 

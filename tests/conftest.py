@@ -21,8 +21,9 @@ LONGEST = """
     precision conversion faults resume linear_cross_entropy migration serving weight_updates weight_gradient
     verify_numbers trunk_only
 """.split()
-"""Test files that take the longest, by their names after `test_`, which go first:
-as the last one, each would keep one worker alone busy."""
+"""The slowest test files, by their names after `test_`. They run first: a slow file at the end would keep a single
+worker busy.
+"""
 
 LEFT_OUT = pytest.StashKey[int]()
 

@@ -30,9 +30,9 @@ from time import monotonic
 ROOT = Path(__file__).parents[1]
 TABLE, RESULTS = ROOT / "tests" / "planted_faults.toml", ROOT / "runs" / "planted_faults.jsonl"
 LEAST = 0.95
-"""The share of faults that the first tier has to see."""
+"""Fraction of faults that the first tier must catch."""
 TIMEOUT = 300
-"""Seconds after which the tests of a fault are ended; the fault is not seen then."""
+"""Seconds after which a fault's tests are stopped; the fault then counts as not caught."""
 SOUND = "none"
 """Name of the result without a fault."""
 

@@ -36,9 +36,10 @@ from megatron_mtp.losses.mtp_loss import own_positions
 from megatron_mtp.spec.config import is_head
 
 FOLDED = 1e-4
-"""What float32 makes of the sums of one row of documents under tensor parallelism: of an input of a strange stride
-torch takes another product where the weight is trained, and `train` freezes the trunk. In float64 it is 1e-13, and with
-the policy frozen too it is nothing."""
+"""Float32 error of sums over one packed row under tensor parallelism. For an input with an unusual stride torch uses a
+different product if the weight is trained, and `train` freezes the trunk. In float64 the error is 1e-13; with the
+policy frozen too, it is 0.
+"""
 
 
 def compare(layout: str, trunk: str, cases: Sequence[str]) -> dict[str, dict[str, list[str]]]:

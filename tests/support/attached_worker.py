@@ -50,8 +50,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"expert_model_parallel_size": 2},
 }
 SHARDED = "dp2-sharded"
-"""With the distributed optimizer, where a rank has the reduced gradients of its slices alone. Without a clip: further
-parameters shift the slices, and so the order in which the norm is summed."""
+"""Layout with the distributed optimizer, where a rank only has the reduced gradients of its own slices. No gradient
+clipping: additional parameters shift the slices, and so change the summation order of the norm.
+"""
 APART = MTPConfig(mtp_train_only=True)
 Compare = Callable[[str, str, Sequence[str]], dict[str, dict[str, list[str]]]]
 WEIGHT = 0.3

@@ -77,7 +77,7 @@ LAST = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
 )
-"""The number of the user's last message."""
+"""Template code for the index of the user's last message."""
 NO_THINKING = "{% if enable_thinking is defined and not enable_thinking %}"
 
 SHAPES = {
@@ -414,4 +414,4 @@ CASES: list[Expected] = [
     ("R1-Distill", THOUGHT, ["<|User|>q<|Assistant|>⟦a<|end|>⟧<|User|>r<|Assistant|>⟦b<|end|>⟧"], None),
     ("R1-Distill", Chat([user("q"), said("<b>")]), ["<|User|>q<|Assistant|>⟦<b><|end|>⟧"], None),
 ]
-"""Shape, chat, its documents by the plain template, and those by the tagged one where they are others."""
+"""Shape, chat, its documents with the plain template, and those with the tagged one if they differ."""

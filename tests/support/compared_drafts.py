@@ -8,7 +8,7 @@ from megatron_mtp.decoding.rows import CHUNK
 from megatron_mtp.decoding.runner import Runner
 
 SINGLE = 4
-"""Rows at the end of a prompt that are run one by one."""
+"""Rows at the end of a prompt that run one by one."""
 
 
 def off(ours_SV: Tensor, theirs_SV: Tensor) -> float:

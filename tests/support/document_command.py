@@ -47,10 +47,10 @@ LISTED = {
     "python convert_trained.py": "needs a checkout of llama.cpp (scripts/test_llama_cpp.sh)",
     "llama-server": "needs a build of llama.cpp (scripts/test_llama_cpp.sh)",
 }
-"""How a command begins that is not run, but looked up and parsed, to the reason."""
+"""Prefixes of commands that are not run but looked up and parsed, with the reason."""
 
 LISTED_CODE = {"import convert_hf_to_gguf": "needs a checkout of llama.cpp (scripts/test_llama_cpp.sh)"}
-"""How a block of Python begins that is not run, but compiled, to the reason."""
+"""Prefixes of Python blocks that are not run but compiled, with the reason."""
 
 SHORTER = {
     "train": ("--exit-interval", "2"),
@@ -62,14 +62,14 @@ SHORTER = {
     "serve": ("--cache-gib", "0.01"),
     "plan": ("--global-batch-size", "1024"),
 }
-"""Flags that a verb gets beside those of the document; the last value on a command line counts."""
+"""Flags added to those of the document; on a command line the last value counts."""
 SMALLER = {"--mtp-draft-vocab-size": "64", "--self-generated": "50", "--eval-iters": "2"}
-"""Flags that get another value where the document gives them."""
+"""Flags whose value in the document is replaced."""
 RANKS = 2
 IS_SHORT = "MEGATRON_MTP_TEST_IS_SHORT"
-"""Set for the processes of a command, whose flags are those that it gives them."""
+"""Set for subprocesses of a command, whose flags were shortened already."""
 PORTS = "MEGATRON_MTP_TEST_PORTS"
-"""The port of a server that gives none, and of one that gives another."""
+"""The port of a server without --port, and that of a server with another port."""
 PATIENCE = 120.0
 
 

@@ -19,7 +19,7 @@ MODELS = {
     "my-glm": ("glm4_moe", 0),
     "Qwen3-0.6B": ("qwen3", 0),
 }
-"""Folder in models/ to its kind and its depths."""
+"""Kind and number of MTP layers of each folder in models/."""
 
 RUN = """
 model: {num-layers: 2, hidden-size: 64, num-attention-heads: 4, seq-length: 64, max-position-embeddings: 64,

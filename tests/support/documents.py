@@ -18,7 +18,7 @@ DOORS = {
     "tools/checkpoint/convert.py": "convert",
     "tools/data/preprocess.py": "preprocess",
 }
-"""Scripts that are a verb of `megatron-mtp`."""
+"""Scripts that run a verb of `megatron-mtp`."""
 
 ENGINES = {
     "sbatch": "--nodes --gpus-per-node --exclusive --time --mem --array --signal --requeue --partition --parsable "
@@ -38,9 +38,9 @@ ENGINES = {
     "--speculative-eagle-topk --speculative-num-draft-tokens --speculative-draft-model-path --trust-remote-code "
     "--speculative-token-map",
 }
-"""Flags of programs that are not installed here, looked up in their own documentation."""
+"""Flags of programs that are not installed here, taken from their documentation."""
 INSIDE = {"docker": " megatron-mtp ", "sbatch": ".sbatch "}
-"""Engine to what ends its own flags: what follows the image, or the job's script, is for the program inside."""
+"""Where an engine's own flags end: what follows the image, or the job's script, belongs to the program inside."""
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*(?![-\w*])")
@@ -110,7 +110,7 @@ def launcher() -> ArgumentParser:
 
 
 PASSES_ON = ("attach", "evaluate")
-"""Verbs that hand flags that are not theirs to `train`."""
+"""Verbs that pass unknown flags on to `train`."""
 
 
 @cache

@@ -70,7 +70,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
         WHOLE,
     ),
 }
-"""Drafters of a trunk of five layers, and their tokens."""
+"""Drafters of a trunk of five layers, and their draft vocabularies."""
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 4.0, "beta_slow": 1.0}
 OWN_SIZES = {
@@ -97,7 +97,7 @@ OWN_LATENTS: dict[str, Any] = {
 LATENT_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
 OWN_LATENTS["rope_scaling"] = LATENT_YARN
 SIZES = {"eagle3-latents": OWN_LATENTS}
-"""Sizes of the kinds that have their own."""
+"""Sizes of the kinds that do not use the default."""
 
 
 def make_pairs(root: Path) -> Pairs:
@@ -233,4 +233,4 @@ FAULTS: dict[str, tuple[str, Change, dict[str, object], str]] = {
     "another epsilon": ("eagle3", nothing, {"rms_norm_eps": 1e-3}, "settings"),
     "another base": ("dspark", nothing, {"rope_theta": 500.0}, "settings"),
 }  # fmt: skip
-"""Fault: the kind, what is done to its tensors and keys, and the check that fails."""
+"""Faults: the kind, changes to its tensors and keys, and the check that fails."""

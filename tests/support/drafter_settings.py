@@ -22,7 +22,7 @@ from megatron_mtp.spec.config import MTPConfig
 STEPS = 3
 LAYERS: dict[str, Any] = {"num_layers": 4}
 DRAFTED = [*range(1, VOCABULARY // 2, 2), VOCABULARY - 3, VOCABULARY - 2]
-"""A draft vocabulary of which two tensor-parallel ranks have unequal parts."""
+"""A draft vocabulary of which two tensor-parallel ranks hold unequal parts."""
 BLOCKS: dict[str, Any] = {"drafter_num_layers": 2, "drafter_mask_token": 7}
 SETTINGS: dict[str, dict[str, Any]] = {
     "eagle": {},

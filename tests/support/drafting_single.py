@@ -257,7 +257,7 @@ def place_static_experts_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 NO_KERNEL = ("empty", "new_empty", "set_")
 ONE_KERNEL = {"scaled_dot_product_attention", "rms_norm"}
-"""On CUDA; on the CPU they are made of others."""
+"""Operations that are one kernel on CUDA; on the CPU they consist of others."""
 
 
 def _memory_of(values: Any) -> set[int]:

@@ -84,7 +84,7 @@ def request_of(prompt: list[int], new: int = 12, method: str = "mtp", **changes:
 
 
 PIECES = [torch.randint(1, VOCABULARY, (40,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(3)]
-"""Beginnings that prompts share."""
+"""Prefixes that prompts share."""
 
 
 @st.composite

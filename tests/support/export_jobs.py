@@ -19,7 +19,7 @@ from megatron_mtp.checkpoint.convert.plan import parts_of
 from megatron_mtp.checkpoint.convert.stream import Options
 
 BUCKET = 20_000
-"""Bytes; a model has several times as many."""
+"""Bytes of a bucket; a model has several times as many."""
 
 
 def export(folder: Path, model_name: str, layout_name: str) -> dict[str, Any]:

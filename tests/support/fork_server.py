@@ -43,7 +43,7 @@ TIMEOUT = 300.0
 """Seconds after which a command, or the start of the server, counts as hanging."""
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What a test's own process group leaves in the environment."""
+"""Variables that a test's own process group leaves in the environment."""
 
 PROGRAM = """#!{python} -IS
 import json, os, socket, sys
@@ -57,10 +57,10 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
     status = int(server.recv(32) or b"1")
     sys.exit(status if status >= 0 else 128 - status)
 """
-"""A program that runs `words` and its arguments in a fork, and ends with the status of that."""
+"""A program that runs `words` and its arguments in a fork, and exits with its status."""
 
 LONGEST = 2**17
-"""Bytes of a request."""
+"""Largest request in bytes."""
 
 
 # --- in tests --------------------------------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ LATE = (
     "megatron.core.models.mimo",
     "megatron.core.tokenizers.text.models.default_tokenizer",
 )
-"""What commands import when they need it."""
+"""Modules that commands import lazily."""
 
 
 def import_all() -> None:

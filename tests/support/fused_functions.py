@@ -15,10 +15,10 @@ from torch.nn.functional import rms_norm, silu
 from megatron_mtp.decoding import dense_layer
 
 CASES = (0, False), (0, True), (1, False), (2, False)
-"""Numbers of functions, and whether there are norms of queries and keys."""
+"""Function numbers, and whether queries and keys have norms."""
 GROUPS, QUERIES, CHANNELS, LAYERS = 4, 3, 64, 3
 SHAPES = (32, 1), (1, 1), (4, 1), (32, 4), (1, 4), (4, 4)
-"""Rows and sequences of prompts, of plain decoding and of drafts."""
+"""Rows and sequences of prompts, of plain decoding, and of drafts."""
 
 
 class Norm(torch.nn.Module):

@@ -52,7 +52,7 @@ ASSETS = (
     Case("convert mcore-to-hf run hf", False, keeps=True),
     Case("generate --load run --prompt the --max-new-tokens 4 --record run", False, keeps=True),
 )
-"""They end well, and leave what the other cases start from: a corpus, checkpoints, a Hugging Face folder, a record."""
+"""Cases that succeed and create what others start from: a corpus, checkpoints, a Hugging Face folder, a record."""
 
 
 def lines(start: str, table: str, bad: bool | None = True) -> Iterator[Case]:
@@ -545,7 +545,7 @@ READERS = {
     "run/iter_0000002/.metadata": (GENERATE, EXPORT, LOADED, "convert inspect run"),
     "run/latest_checkpointed_iteration.txt": (GENERATE, EXPORT, LOADED),
 }
-"""Files to the commands that read them."""
+"""Commands that read each file."""
 
 DAMAGES: tuple[tuple[Change, ...], ...] = (
     (("cut", 0),),
@@ -603,7 +603,7 @@ STARTS = {
 
 
 SHARE = 0.1
-"""Of the values of flags, which are thousands."""
+"""Fraction of the flag values that run, out of thousands."""
 
 
 def values() -> Iterator[Case]:

@@ -24,10 +24,10 @@ TIMEOUT = 120.0
 """Seconds after which a child counts as hanging."""
 
 WARNING = re.compile(r"Warning: |^  |^ERROR:megatron\.|\d%\|")
-"""A library's warning, the line of source that Python shows with it, what Megatron logs of a step, a moving bar."""
+"""A library's warning and the source line that Python prints with it, Megatron's log of a step, or a progress bar."""
 
 Change = tuple[Any, ...]
-"""What is done to a file of the folder: the name of a function of `CHANGES`, the path, and its further arguments."""
+"""A change to a file of the folder: the name of a function of `CHANGES`, the path, and more arguments."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ SEEN = (
     "mtp.layers.0.self_attn.q_proj.weight",
     "model.mtp_linear_proj.0.bias",
 )
-"""Names that a folder may hold beside those of rules; a family carries some of them."""
+"""Names that a folder may contain in addition to those of rules; a family passes some of them through."""
 ALONE = {
     "tie_word_embeddings": True,
     "attention_bias": True,
@@ -68,7 +68,7 @@ ALONE = {
     "shared_expert_intermediate_size": 12,
     "shared_intermediate_size": 12,
 }
-"""Tied, without depths, with all biases, and every form of the folder left out."""
+"""Tied embeddings, no MTP layers, all biases, and no optional parts."""
 MIXED = {
     "tie_word_embeddings": False,
     "attention_bias": False,
@@ -80,7 +80,7 @@ MIXED = {
     "num_key_value_heads": 1,
     "n_shared_experts": 1,
 }
-"""One depth, norms of queries and keys, a dense layer, biases that are zero in the folder."""
+"""One MTP layer, norms of queries and keys, a dense layer, and biases that are zero in the folder."""
 HYBRID_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 BY_FAMILY: dict[str, tuple[Keys, Keys, Keys]] = {
     "qwen3_next": ({}, {"layer_types": HYBRID_LAYERS, "num_hidden_layers": 4}, {"layer_types": HYBRID_LAYERS[1:3] * 2}),
@@ -92,7 +92,7 @@ BY_FAMILY: dict[str, tuple[Keys, Keys, Keys]] = {
     ),
     "llama": ({}, {}, {"head_dim": 8}),
 }
-"""Further changes of the three cases, by the first `model_type` of a family."""
+"""Additional changes of the three cases, by the first `model_type` of a family."""
 
 
 def record() -> Record:
@@ -305,7 +305,7 @@ KNOWN: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
     "minus 1": lambda given: [one - 1 for one in given],
     "minus 1, and as it was": lambda given: [given[0], given[0] - 1],
 }
-"""Movements by the words for them."""
+"""Tensor movements by their description."""
 
 
 def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

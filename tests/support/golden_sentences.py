@@ -13,7 +13,7 @@ from documents import ROOT, strings
 
 FILE = Path(__file__).parent / "golden" / "sentences.txt"
 FEWEST_WORDS = 5
-"""A string of fewer words is a name or a part of a line."""
+"""Shorter strings are names or parts of lines."""
 
 
 def record() -> str:

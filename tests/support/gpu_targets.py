@@ -11,9 +11,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
-"""Bytes of shared memory that a program can have, by compute capability: A100, L40, H100."""
+"""Shared memory of a thread block in bytes, by compute capability: A100, L40, H100."""
 DIVISIBLE = [["tt.divisibility", 16]]
-"""What a launch says of a pointer to memory of torch's, or of a number that 16 divides; loads become wider by it."""
+"""Divisibility by 16, as a launch declares it for torch pointers and divisible integers; it allows wider loads."""
 
 
 def assert_compiles(

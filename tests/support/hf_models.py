@@ -339,7 +339,7 @@ DEEP_EYES: dict[str, Any] = {
     "patch_size": 14,
     "out_hidden_size": HIDDEN,
 }
-"""Of EXAONE 4.5 and GLM-OCR."""
+"""Vision settings of EXAONE 4.5 and GLM-OCR."""
 QWEN_EYES: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 16,

@@ -43,9 +43,9 @@ TRAINED = {
     "nemotron_h_omni": 1,
     "nemo_speechlm": 1,
 }
-"""Families that Megatron runs, and the depths of the folder."""
+"""Families that Megatron runs, and the number of MTP layers in the folder."""
 HYBRID = tuple(name for name in TRAINED if name.startswith(("qwen3_", "nemo", "intern_s2")))
-"""Those whose trunks have recurrent layers."""
+"""Families whose trunks have recurrent layers."""
 ZERO_CENTRED = ("qwen3_next", "qwen3_5", "intern_s2")
 """Families whose norms multiply by 1 + w."""
 TOKENS_BS = torch.randint(0, 96, (1, 24), generator=torch.Generator().manual_seed(3))
@@ -98,7 +98,7 @@ def as_bigram(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 ADDS = ("o_proj.weight", "out_proj.weight", "dense.weight", "down_proj.weight", "down_proj")
-"""Last tensors of what a layer adds."""
+"""The last weights before each residual addition."""
 PROJECTIONS = ("eh_proj.weight", "mtp.fc.weight")
 
 

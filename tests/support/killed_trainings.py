@@ -38,7 +38,7 @@ FLAGS = (
 ).split()
 
 Saved = dict[str, dict[str, bytes]]
-"""The files of iterations, by the iteration's folder."""
+"""Files of each iteration, by its folder."""
 State = dict[str, object]
 
 

@@ -28,7 +28,7 @@ CHANGES = {"open", "write", "writelines", "flush", "close", "__exit__", "truncat
 CHANGES |= {"mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink", "copy_file_range", "sendfile"}
 
 Command = Callable[[], int]
-"""Runs to its end; returns its exit status."""
+"""A function that runs to its end and returns its exit status."""
 
 
 @dataclass

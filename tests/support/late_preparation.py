@@ -28,7 +28,7 @@ RUN = (
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --multi-latent-attention --q-lora-rank 16 "
     "--kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 --qk-layernorm --no-rope-fusion"
 ).split()
-"""Latent attention and experts, which reach most of Megatron."""
+"""Flags with latent attention and experts, which use most of Megatron."""
 MEASURED = {"step seconds", "peak memory bytes"}
 
 

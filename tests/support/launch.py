@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 ROOT, TIMEOUT = fork_server.ROOT, fork_server.TIMEOUT
 GRACE = 2.0
-"""Seconds that the other ranks have to end after one that failed."""
+"""Seconds that other ranks have to exit after one failed."""
 
 PLAIN_RUN = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
@@ -26,10 +26,10 @@ PLAIN_RUN = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0"
 ).split()
 TINY_RUN = [*PLAIN_RUN, "--mtp-num-layers", "2"]
-"""A model that trains in 30 ms a step on two cores."""
+"""A model that takes 30 ms per training step on two cores."""
 
 MEASURED = {"step seconds", "peak memory bytes"}
-"""What the metrics say of the machine instead of the model: two runs of the same steps differ in it."""
+"""Metrics of the machine instead of the model, which differ between two equal runs."""
 
 
 @dataclass(frozen=True)

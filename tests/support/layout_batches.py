@@ -13,7 +13,7 @@ import torch
 
 SEQUENCE, MICROBATCHES, VOCABULARY = 32, 4, 128
 ROWS = {"stream": 2, "documents": 2, "packed": 1, "ragged": 1, "padded": 1}
-"""Rows in a microbatch: Megatron's pipeline takes one packed row at a time."""
+"""Rows per microbatch: Megatron's pipeline takes one packed row at a time."""
 
 EOD = VOCABULARY - 1  # of NullTokenizer
 LENGTHS = {

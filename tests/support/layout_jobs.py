@@ -57,7 +57,7 @@ COMMON = f"""
     --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 8
 """
 PER_TOKEN = {"embedding.word_embeddings.weight", "output_layer.weight"}
-"""Keys of tensors with a row for every token."""
+"""Keys of tensors with one row per token."""
 
 NEW_RUN = "--finetune --no-load-optim --no-load-rng"
 

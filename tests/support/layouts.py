@@ -221,7 +221,7 @@ MODELS: dict[str, Model] = {
 }
 
 MEGATRONS_OWN = ("tied-d1", "untied-d1", "tied-d3", "untied-d3", "repeated-d3", "moe-d2", "moe-alltoall-d3")
-"""Models that Megatron's own MTP can train too."""
+"""Models that Megatron's own MTP can also train."""
 
 
 @dataclass(frozen=True)
@@ -250,8 +250,9 @@ class Layout:
 
 
 _FLASH2_MODELS = "drafter-flash2 drafter-latent-flash2 drafter-mamba-flash2 drafter-windows-flash2"
-"""Behind Gated DeltaNet on two tensor ranks, three gradients differ by 1.2e-5 in float32, a fifth above the tolerance;
-so they are compared in float64."""
+"""Models compared in float64: after Gated DeltaNet on two tensor-parallel ranks, three float32 gradients differ by
+1.2e-5, a fifth above the tolerance.
+"""
 _AT_ONCE = "drafter-parallel drafter-parallel-documents drafter-domino"
 SINGLE = "single"
 _EXPERT_PARALLEL = "--expert-model-parallel-size 2"
@@ -355,7 +356,7 @@ FEATURES = {
     "one group": "--mamba-num-groups 1",
     "Gated DeltaNet": "--linear-key-head-dim",
 }
-"""What a model may have, and the words of its flags that say so."""
+"""Features of a model, and the flags that show them."""
 
 
 def features(model: str) -> set[str]:
@@ -367,8 +368,9 @@ def features(model: str) -> set[str]:
 
 
 KINDS = ("tp", "sp", "cp", "pp", "dp", "ep", "vpp", "stage")
-"""Tensor parallelism without and with sequence parallelism, context, pipeline, data (with the distributed optimizer)
-and expert parallelism, virtual stages, a stage of the depths' own."""
+"""Tensor parallelism without and with sequence parallelism; context, pipeline, data (distributed optimizer) and expert
+parallelism; virtual stages; a separate stage for MTP layers.
+"""
 
 
 def kinds(layout: str) -> set[str]:
@@ -396,7 +398,7 @@ COVERED: dict[str, set[str]] = {
     "vpp": {"tied", "untied", "one depth", "depths", "frozen", "hybrid", "Mamba"},
     "stage": {"unrolled", "mixed states", "experts", "frozen", "packed", "padded", "documents"},
 }
-"""The features that meet every kind of parallelism in some case of `CASES`."""
+"""Features that occur with each kind of parallelism in some case of `CASES`."""
 
 FIRST: dict[str, str] = {
     "tp2": "tied-d3 padded-vocabulary-d2 drafter drafter-spark",
@@ -408,7 +410,7 @@ FIRST: dict[str, str] = {
     "ep2": "moe-d1",
     "pp4-mtp-stage": "packed-d1",
 }
-"""The cases of the first tier: every way to cut a model, and what a layout treats as its own."""
+"""Cases of the first tier: every way to split a model, and what a layout treats specially."""
 
 
 def sources(model: str) -> list[str]:
@@ -439,10 +441,10 @@ MOVES = [("drafter", "pp2", "tp2")] + [
         ("pp2-dp2", "dp2"),
     )
 ]
-"""Model, the layout that saved a checkpoint, and the one that goes on training from it."""
+"""Model, the layout that saved a checkpoint, and the layout that resumes from it."""
 
 FIRST_MOVE = ("tied-d3", "dp2", "cp2-dp2")
-"""That of the first tier: slices of an optimizer."""
+"""The move of the first tier: slices of an optimizer."""
 
 
 def needs(job: str) -> list[str]:

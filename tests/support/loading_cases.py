@@ -67,13 +67,13 @@ REST: dict[str, Words] = {
 }
 EVERY = {**TRAIN, **READ, **REST}
 OF_MEGATRON = {**TRAIN, "evaluate": READ["evaluate"]}
-"""Verbs that load by Megatron's own function."""
+"""Verbs that load with Megatron's own function."""
 
 READERS = ("train", "generate", "inspect", "own_loop")
-"""Of verbs that load by the same function, one."""
+"""One verb for each loading function."""
 
 FURTHER = {"pickle: .metadata": ["train --pretrained-checkpoint", "inspect --check"]}
-"""A catalogue is read in more places."""
+"""Additional places that read the metadata."""
 
 
 class Planted:
@@ -181,7 +181,7 @@ DAMAGED: dict[str, tuple[Fault, dict[str, Words], str]] = {
     "older format junk": (lambda folder: older(folder).write_text("junk"), SOME, "train"),
     "older format without files": (older, SOME, "generate"),
 }
-"""A fault, the verbs that it is given to, and those of the first tier."""
+"""Faults, the verbs that they are given to, and those of the first tier."""
 
 
 def train(folder: Path, *flags: str) -> list[str]:

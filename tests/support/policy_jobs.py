@@ -34,7 +34,7 @@ from megatron_mtp.losses.mtp_loss import logits_and_states, mtp_loss
 from megatron_mtp.spec.config import MTPConfig
 
 ROLLOUTS = [[(3, 9), (2, 4)], [(5, 17)], [(1, 2), (4, 3), (2, 11)], [(6, 2)]]
-"""Tokens of prompt and answer of every rollout, microbatch by microbatch; these have 20, 24, 28 and 8 positions."""
+"""Tokens of prompt and answer of every rollout, by microbatch, which have 20, 24, 28 and 8 positions."""
 
 LAMBDA = 0.3
 SETTINGS = {
@@ -43,8 +43,9 @@ SETTINGS = {
     "kd by tokens": MTPConfig(mtp_loss="kd"),
     "tv by sequences": MTPConfig(mtp_loss="tv"),
 }
-"""The depths' loss, and what it is divided by: answer tokens of the global batch, or those of each rollout and their
-number."""
+"""Settings of the MTP loss, and its normalizer: answer tokens of the global batch, or those of each rollout times the
+number of rollouts.
+"""
 
 Row = dict[str, Any]
 

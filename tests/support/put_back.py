@@ -26,9 +26,9 @@ OF_MEGATRON = (
     ("core.transformer.multi_token_prediction", "MTPLossLoggingHelper", "tracker"),
     ("training.global_vars", "", "_GLOBAL_"),
 )
-"""Module, object in it, and how the names of its attributes begin."""
+"""Modules, objects in them, and prefixes of the attributes to restore."""
 PYTESTS = "PYTEST_CURRENT_TEST"
-"""A variable of the environment that pytest itself sets and deletes."""
+"""An environment variable that pytest itself sets and deletes."""
 
 
 @contextmanager

@@ -118,7 +118,7 @@ FORMS: dict[str, tuple[Callable[[str, Tensor], Tensors], dict[str, Any]]] = {
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "dynamic": {r"-:.*layers\.3\..*": {}}}),
     "bitsandbytes": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
 }
-"""Forms, each with a config that leaves the depth unquantized."""
+"""Formats, each with a config that leaves the MTP layer unquantized."""
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
 
 
@@ -130,7 +130,7 @@ def quantized(folder: Path, form: str) -> Path:
 
 
 RUN = ("fp8", "awq", "modelopt nvfp4")
-"""Forms on which commands are run."""
+"""Formats that commands run on."""
 
 
 def readable_pair(folder: Path, form: str) -> tuple[Path, Path]:

@@ -120,7 +120,7 @@ def _experts(rng: random.Random, turn: int) -> Keys:
 
 
 Rope = tuple[Keys, int, str | None]
-"""Rotary settings, slots of a prompt that shows them, and why they are refused."""
+"""Rotary settings, prompt slots that show them, and the reason if they are rejected."""
 
 
 def _plain(rng: random.Random) -> Rope:
@@ -174,4 +174,4 @@ LATENT_ROPES: tuple[Callable[[random.Random], Rope], ...] = (
     _other("linear"),
     lambda rng: _yarn(rng, mscale=0.5, mscale_all_dim=0.0),
 )
-"""Kimi-K2's first."""
+"""Rotary settings of latent attention, Kimi-K2's first."""

@@ -13,7 +13,7 @@ from layouts import LAYOUTS, needs
 
 WORKER = Path(__file__).parent / "layout_worker.py"
 AT_ONCE = 2
-"""Jobs that run together: half of the time the ranks of one wait for each other."""
+"""Concurrent jobs: ranks of one job wait for each other half of the time."""
 
 
 class Records:

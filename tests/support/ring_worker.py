@@ -31,7 +31,7 @@ prepare()
 
 ROUNDING = 1e-12
 OFFSETS = [0, 8, 32, 48]
-"""Documents that four ranks can cut into eight parts each."""
+"""Document offsets that four ranks can split into eight parts each."""
 
 CHANGES: dict[str, dict[str, Any]] = {
     "window": {"drafter_window_size": 3},

@@ -20,4 +20,4 @@ YARN = {
     "beta_slow": 1.0,
     "original_max_position_embeddings": 32,
 }
-"""Kimi-K2's but for the positions."""
+"""Kimi-K2's, with fewer positions."""

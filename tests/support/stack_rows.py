@@ -9,10 +9,10 @@ from unittest.mock import patch
 
 LENGTH, ROWS, STEPS, RATE, SEED, SPLIT = 32, 4, 24, 3e-3, 1234, "90,10,0"
 VOCABULARY = 95
-"""Tokens of the texts; the models have one more."""
+"""Tokens in the documents; the models have one more."""
 
 WEIGHT = 0.3
-"""Of the layers' loss."""
+"""Weight of the MTP loss."""
 
 Line = tuple[int, int]
 PROMPTS, NEW = 8, 24

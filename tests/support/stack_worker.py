@@ -42,7 +42,7 @@ OFF = {
     "params_dtype": torch.float32,
     "pipeline_dtype": torch.float32,
 }
-"""Settings of a model that a CPU computes in float32; every framework's configuration has these fields."""
+"""Settings for float32 on a CPU; every framework's configuration has these fields."""
 
 
 # --- the frameworks' models -------------------------------------------------------------------------------------------

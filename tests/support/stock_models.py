@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
 VIRTUAL = "virtual_pipeline_model_parallel_size"
 PATTERN = "M-*-"
 PACKED = [0, 4, 12, 24, LENGTH * 3]
-"""Where the documents of a packed row start, and its end; a rank of two can be given its part of each."""
+"""Document offsets of a packed row; two ranks can split each document."""
 
 
 def chunks(kind: str, tied: bool = False, depths: int | None = None, **changes: Any) -> list[Any]:

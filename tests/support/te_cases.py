@@ -56,10 +56,10 @@ FIRST_PASS = {
 }
 """Repeated layers whose later passes attend to the keys of pass 1."""
 OF_MEGATRON = "query-norms"
-"""A checkpoint as Megatron's own module has plain queries: behind a norm, which DeepSeek-V2-Lite does not have."""
+"""A checkpoint with queries as in Megatron's module: after a norm, which DeepSeek-V2-Lite does not have."""
 
 FUSED_STATE = re.compile(r"linear_(q|kv|qkv)_down_proj\._extra_state$")
-"""States of FP8 that Megatron's fused down-projection saves under two names, and does not find again."""
+"""FP8 states that Megatron's fused down-projection saves under two names and does not find when loading."""
 
 WEIGHTS, STATES = "weights.safetensors", "states.safetensors"
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 ROOT = "transformer_engine"
 VERSION = "2.11.0"
 ABSENT = ("optimizers", "cpu_offload", "cpp_extensions", "permutation", "cross_entropy")
-"""Modules that cannot be imported; Megatron computes without them."""
+"""Modules that cannot be imported; Megatron works without them."""
 
 
 class Linear(nn.Module):

@@ -31,9 +31,9 @@ CASES = [
     Case(2, 1, 5, 20, 2, 2.0, 3).padded(40),
 ]
 OF_KINDS = ["ce with both", "kd tempered", "tv", "nla", "lk tempered", "e2e_tv"]
-"""A loss of every class."""
+"""One loss of every class."""
 EVEN_CASES = [Case(4, 2, 7, 43, 2, 0.5, 0).padded(5), CASES[2]]
-"""With as many rows on both ranks; the last one's second half is padding."""
+"""Cases with equal rows on both ranks; the last one's second half is padding."""
 
 
 def main(wanted: list[str]) -> None:
@@ -212,7 +212,7 @@ FAULTS = {
     "slopes of both": ("lk", "tl.load(divergence_slopes + row) * temp", "slope * temp"),
     "drafted tokens of the trunk": ("lk", "p_below = p_logits - drafted_largest", "p_below = p_logits - p_largest"),
 }
-"""Faults to plant in the kernels: the loss that they spoil, and what of the source becomes what."""
+"""Faults planted in kernels: the loss they break, and the text to replace."""
 
 
 def faulty(name: str, old: str, new: str) -> float:
@@ -227,7 +227,7 @@ FAULTS_OF_RANKS = {
     "a rank's own overlap": ("tv", triton_chunk, "given.vocabulary.joined(*of_slice)", "of_slice"),
     "a rank's own kd": ("kd", linear_cross_entropy, "self.vocabulary.added(sums)", "pass"),
 }
-"""Faults that show where ranks have slices: as above, with the module."""
+"""Faults that only show with slices on several ranks: as above, with the module."""
 
 
 def faulty_ranks(name: str, module: ModuleType, old: str, new: str) -> float:

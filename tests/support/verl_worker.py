@@ -28,7 +28,7 @@ FUSIONS = (
     *("gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"),
     *("apply_rope_fusion", "cross_entropy_loss_fusion", "moe_permute_fusion", "moe_router_fusion"),
 )
-"""Of CUDA."""
+"""Fusions that need CUDA."""
 
 LENGTHS, PROMPT, VOCABULARY, STEPS = (12, 9, 16, 7), 4, 96, 3
 

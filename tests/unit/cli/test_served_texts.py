@@ -1,4 +1,4 @@
-"""`sample --server` in front of a server that fails as real ones do: 429, 500, cut connections, another tokenizer."""
+"""`sample --server` with a server that fails as real ones do: 429, 500, dropped connections, another tokenizer."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ Answer = dict[str, Any] | int | None
 
 
 class Stub(BaseHTTPRequestHandler):
-    """Answers the letters b c d to every prompt, after the failures of `failing`."""
+    """Answer every prompt with the characters b c d, after the failures of `failing`."""
 
     failing: list[int | None]
     bodies: list[dict[str, Any]]
@@ -48,7 +48,7 @@ class Stub(BaseHTTPRequestHandler):
 
     @override
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Drafters behind trunks of all kinds, with their own heads and angles: trained as they draft, no token changed."""
+"""Drafters on trunks of all kinds, with their own heads and rotary angles: they draft as trained, losslessly."""
 
 import json
 from collections.abc import Callable
@@ -156,7 +156,7 @@ def drafting_model(trunk: str, kind: str, dtype: torch.dtype = torch.float64) ->
 
 
 def check_drafts(make: Callable[[], LanguageModule], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ID and CONF along a text, after drafts that were accepted and rejected."""
+    """ID and CONF along a sequence, after accepted and rejected drafts."""
     target, twin = Runner(make()), make()
     prompts, settings = prompts_of(3), {"method": kind, "num_speculative_tokens": STEPS}
     answers = run(target, prompts, 60, None)[0].token_ids
@@ -199,7 +199,7 @@ def test_a_drafter_with_its_trunks_latent_attention_drafts_as_it_was_trained(mon
 @pytest.mark.matrix
 @pytest.mark.parametrize(("trunk", "kind"), CASES)
 def test_sampled_texts_have_the_targets_distribution(trunk: str, kind: str) -> None:
-    """CHI, with the rule of rejection."""
+    """CHI, with rejection sampling."""
     pair = drafting_model(trunk, kind, torch.float32), drafting_model(trunk, kind)
     assert p_value_of({"method": kind}, pair=pair) > 0.001
 

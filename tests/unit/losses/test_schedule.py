@@ -1,4 +1,4 @@
-"""What the depths learn and weigh, step by step, and which slots are drawn."""
+"""Losses and weights of the MTP layers, step by step, and which slots are drawn."""
 
 from argparse import Namespace
 from types import SimpleNamespace

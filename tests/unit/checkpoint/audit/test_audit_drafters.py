@@ -1,4 +1,4 @@
-"""Audits of drafters' folders: sound ones and equal pairs raise no alarm; planted faults are found and explained."""
+"""Audits of drafter folders: intact ones and equal pairs raise no alarm; planted faults are found and explained."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def drop(name: str) -> Change:
 
 
 def twice(tensors: dict[str, Tensor]) -> None:
-    """The second draft is of the first one's token."""
+    """Map the second draft to the first one's token."""
     tensors["d2t"][1] = tensors["d2t"][0] - 1
 
 

@@ -1,4 +1,4 @@
-"""Every planted fault is found, and most with the right explanation first; sound pairs raise no alarm."""
+"""Every planted fault is found, most with the right explanation first; intact pairs raise no alarm."""
 
 from collections import Counter
 from functools import cache
@@ -28,7 +28,7 @@ def first(result: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the audit says of a fault, by the fault; computed once."""
+    """Return the audit's findings by fault; computed once."""
     root = tmp_path_factory.mktemp("spoiled")
 
     @cache
@@ -65,7 +65,7 @@ def test_the_same_faults_are_found_against_a_checkpoint(folders: dict[str, Path]
 
 
 def assert_right(rows: list[tuple[str, str, str, str, str]]) -> None:
-    """Print the table, and count the explanations that are right."""
+    """Print the table, and count the correct explanations."""
     for family, kind, what, owed, said in rows:
         print(f"{family:<12} {kind:<14} {what:<34} {said}{'' if said == owed else f' (not: {owed})'}")
     right = sum(owed == said for *_, owed, said in rows)

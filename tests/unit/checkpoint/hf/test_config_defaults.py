@@ -1,4 +1,4 @@
-"""A key that a config leaves out is read as transformers reads it: every key of every family is dropped in turn."""
+"""A missing config key is read as transformers reads it: every key of every family is dropped in turn."""
 
 import copy
 from collections.abc import Iterator
@@ -44,14 +44,15 @@ NOT_LEFT_OUT = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_key_that_is_left_out_is_read_as_transformers_reads_it(kind: str) -> None:
     runs, changes = KINDS[kind]
-    given = copy.deepcopy({**SIZES, **changes, "hidden_size": 64, "num_attention_heads": 32})  # any number of groups
+    # 32 heads can be split into any of the group counts.
+    given = copy.deepcopy({**SIZES, **changes, "hidden_size": 64, "num_attention_heads": 32})
     whole = AutoConfig.for_model(runs, **given).to_dict() | {"model_type": kind}
     compared = [key for key, keys in without_each(whole) if key not in NOT_LEFT_OUT and same(kind, runs, key, keys)]
     assert len(compared) > 10
 
 
 def without_each(whole: Keys) -> Iterator[tuple[str, Keys]]:
-    """Every key's name and the others, of the whole and of its rotary settings."""
+    """Yield each key's name and the config without it, including keys of the rotary settings."""
     for key in whole.keys() - {"model_type"}:
         yield key, {name: copy.deepcopy(value) for name, value in whole.items() if name != key}
     for key in whole.get("rope_parameters", {}):
@@ -60,7 +61,7 @@ def without_each(whole: Keys) -> Iterator[tuple[str, Keys]]:
 
 
 def same(kind: str, runs: str, key: str, keys: Keys) -> bool:
-    """Whether transformers takes the config at all; fails where it reads it otherwise."""
+    """Return whether transformers accepts the config; fail if it reads it differently."""
     try:
         own = {name: value for name, value in copy.deepcopy(keys).items() if name != "model_type"}
         theirs = AutoConfig.for_model(runs, **own).to_dict()
@@ -71,7 +72,7 @@ def same(kind: str, runs: str, key: str, keys: Keys) -> bool:
 
 
 def read(kind: str, keys: Keys) -> tuple[object, list[tuple[str, object]]]:
-    """Megatron's flags, or why there are none, and the tensors with their shapes."""
+    """Return Megatron's flags, or why there are none, and the tensors with their shapes."""
     family = FAMILIES[kind]
     config = family.complete(HFConfig.from_keys(keys))
     layout = Layout(int(family.depths is not None), frozenset({"head"}))
@@ -85,7 +86,7 @@ def read(kind: str, keys: Keys) -> tuple[object, list[tuple[str, object]]]:
 
 
 def test_a_family_without_a_class_of_its_own_is_judged_with_its_own_defaults() -> None:
-    """Bailing-MoE V2 is run by GLM-4 MoE's class, which rotates half of a head where no key says how much."""
+    """Bailing-MoE V2 runs in GLM-4 MoE's class, which rotates half of a head if no key is set."""
     defaults, theirs = FAMILIES["bailing_moe"].defaults, AutoConfig.for_model("glm4_moe").to_dict()
     absent = FORMS["bailing_moe"].absent
     assert {

@@ -1,6 +1,6 @@
-"""Every key of a family's config class is read, has no effect on logits, or is refused; absent keys have its defaults.
+"""Every key of a family's config class is read, does not affect logits, or is rejected; missing keys use its defaults.
 
-So a new version of transformers that adds a key which changes the computation fails here.
+So a new version of transformers with a new key that changes the computation fails here.
 """
 
 from typing import Any

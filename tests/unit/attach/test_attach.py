@@ -166,7 +166,7 @@ def trained_run(run: Path, before: dict[str, list[int]], after: dict[str, list[i
 
 
 MIXED = [2, 8, 4, 6, 3, 7, 5, 5]
-"""Of ten in eight documents: 1.500 tokens a forward."""
+"""Accepted tokens out of ten in eight documents: 1.500 tokens per forward pass."""
 
 
 @pytest.mark.parametrize(("fallen", "donor"), [("all", None), ("all", "glm"), ("chat", None), ("none", None)])

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 NAMES, DRAFTERS = ["dspark", "mtp", "eagle3"], ["dspark", "eagle3"]
 WITH_VOCABULARY = [kind for kind in SETTINGS if kind not in ("dflash2", "domino")]
-"""Kinds that can have a draft vocabulary."""
+"""Kinds that support a draft vocabulary."""
 
 
 def forward(model: Any, batch: dict[str, Any], packed: Any = None) -> Tensor:

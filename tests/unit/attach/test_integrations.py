@@ -140,7 +140,7 @@ STACKS = {
         {"get_model": lambda hooks: Provider().built(hooks)},
     ),
 }
-"""By the patch's name; Megatron-LM's own script is run in tests/functional/test_users_script.py."""
+"""Patched functions by patch name; tests/functional/test_users_script.py runs Megatron-LM's own script."""
 
 
 class Globals(dict[str, Any]):
@@ -204,9 +204,9 @@ def check_three_policy_steps(model: Any) -> None:
 
 PROMPT = 10
 AT_TOKENS = (torch.arange(LENGTH) >= PROMPT).float().expand(3, -1)
-"""NeMo-RL's `token_mask`: 1 where the token was generated."""
+"""NeMo-RL's `token_mask`: 1 if the token was generated."""
 AT_LABELS = pad(torch.ones(3, LENGTH - PROMPT), (PROMPT - 1, 1))
-"""slime's `full_loss_masks`, of the same rows: 1 where the next token was generated."""
+"""slime's `full_loss_masks` for the same rows: 1 if the next token was generated."""
 
 
 def check_mask(model: Any, mask_BS: Tensor, **given: str) -> None:

@@ -23,7 +23,7 @@ HARMFUL = {
     "count none": r"\bput (a |in )?0\b|\bset\b[^.;]*\b(to|at) (0|zero|what the files hold)\b|\bzero (it|them|the)\b",
     "drop-mtp": r"\bdrop-mtp\b",
 }
-"""What a text would have people do, and how it says so."""
+"""Harmful advice, and patterns of its wording."""
 MAYBE = re.compile("remove|delete|drop|discard|strip|erase|omit|take|put|set|zero", re.I)
 CONCERNS = re.compile(r"mtp|depth|head|tensor|weight|nextn|layer|config", re.I)
 COPIES = re.compile(r"\b(copy|copies|another checkpoint)\b", re.I)

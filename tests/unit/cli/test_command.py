@@ -48,9 +48,9 @@ def test_a_verb_that_does_not_exist_ends_with_status_2_and_names_those_that_do()
 
 
 HEAVY = "torch megatron transformers"
-"""What takes seconds to import."""
+"""Modules that take seconds to import."""
 OF_THE_SERVER = "fastapi starlette uvicorn prometheus_client"
-"""What the extra `serve` installs."""
+"""Packages that the extra `serve` installs."""
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megatron_mtp.cli import served_texts
 
 EOD, BCD = 0, [67, 68, 69]
 Answer = dict[str, Any] | int | None
-"""A body, the status of a failure, or None for a connection that is cut."""
+"""A response body, the status of a failure, or None for a dropped connection."""
 
 
 class Stub(BaseHTTPRequestHandler):

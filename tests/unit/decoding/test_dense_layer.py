@@ -35,7 +35,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "clamp of activations": {"activation_func_clamp_value": 0.01},
     "offset of gated units": {"glu_linear_offset": 1.0},
 }
-"""Switches that Megatron has and that the short layer does not know."""
+"""Megatron's switches that the short layer does not support."""
 
 
 def assert_drafts_as_trained(runner: Runner, twin: GPTModel) -> None:
@@ -94,7 +94,7 @@ FUSED = {
     "cpu": ("aot_eager", 0.0),
     "cuda": ("inductor", 1e-5),
 }
-"""By device: which of torch's backends, and how far a result may be from that of the same function not compiled."""
+"""By device: torch.compile's backend, and the largest allowed difference from the uncompiled function."""
 
 
 @pytest.mark.parametrize(

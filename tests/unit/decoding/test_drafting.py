@@ -68,7 +68,7 @@ DRAFTERS = {kind: method_of(kind) for kind in KINDS if "drafter_layers" in KINDS
 WINDOWED = ("windows", "windows-sinks")
 DRAFTING = [*DRAFTERS.items(), ("eagle3", "eagle3_tree")]
 ARRIVING = [(*one, *sizes) for sizes in ((6, 16), (1, 16), (32, 84)) for one in DRAFTING]
-"""A kind, a method, how many requests run at once, and how many come: 84 of them are 10,000 tokens."""
+"""A kind, a method, how many requests run at once, and how many arrive: 84 of them are 10,000 tokens."""
 
 
 def plain(target: Runner, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:

@@ -94,7 +94,7 @@ def test_a_method_drafts_chains_or_trees_as_it_says(name: str) -> None:
 
 
 Placed = tuple[KVCache, BlockTables]
-"""A cache, and where the rows of some sequences are in it."""
+"""A cache, and where sequences have their rows in it."""
 
 
 def caches_of(proposer: Proposer, sequences: Sequences) -> list[KVCache]:

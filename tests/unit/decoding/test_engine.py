@@ -269,7 +269,7 @@ def test_ends_and_texts_that_are_put_back_change_no_token(method: str) -> None:
 
 
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
-"""Methods of a tensor that wait for the device."""
+"""Tensor methods that synchronize with the device."""
 
 
 @pytest.mark.parametrize(

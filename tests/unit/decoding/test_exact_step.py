@@ -25,7 +25,7 @@ from megatron_mtp.decoding.sampling import NO_PENALTIES, VERIFY, Penalties, Samp
 
 V, PROMPT = 3, [2, 0, 2]
 CHAIN, TREE = (0, 1), (0, 0, 1)
-"""Rows that the drafted nodes continue; row 0 is the root's, row n + 1 that of node n."""
+"""Rows that the draft nodes continue; row 0 is the root, row n + 1 is node n."""
 
 SAMPLINGS = {
     "temperature 0.5": Sampling(0.5),
@@ -36,7 +36,7 @@ SAMPLINGS = {
 }
 PENALTIES = Penalties(presence=0.4, frequency=0.3, repetition=1.5, bias=((1, 0.7),))
 NEVER = 1 - 2.0**-53
-"""The largest random number, at which nothing is kept that need not be."""
+"""The largest random number, with which a rule keeps only what it must."""
 
 Rule = Callable[[Tensor, Draft, Round], Verdict]
 Path = tuple[int, ...]

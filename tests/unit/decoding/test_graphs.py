@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 
 FROM_THE_HOST = ("lift_fresh", "lift_fresh_copy")
-"""What `torch.tensor` of numbers is made by."""
+"""Operations behind `torch.tensor` of numbers."""
 
 
 class Read:
@@ -188,7 +188,7 @@ def narrow_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 RECORDABLE = [name for name, method in PROPOSERS.items() if method.recordable and name != "plain"]
 FEW = ("mtp", "mtp_eagle", "mtp_tree", "mtp_beam", "draft_model", "ngram", "eagle3_tree", "dspark", "exhaustive")
-"""Of the first tier; the steps of the others are made of the same parts."""
+"""Methods of the first tier; the others' steps consist of the same parts."""
 
 
 MATRIX = pytest.mark.matrix

@@ -43,7 +43,7 @@ every_pattern = pytest.mark.parametrize("pattern", tiered(PATTERNS, PATTERNS[2:3
 all_kinds = pytest.mark.parametrize("pattern", tiered(PATTERNS[:3], PATTERNS[2:3]))
 
 FLOAT32_GATE = 1e-6
-"""Megatron's Gated DeltaNet has its output gate in float32, also where all else is float64."""
+"""Megatron's Gated DeltaNet computes its output gate in float32, even if everything else is float64."""
 
 MTP = {"method": "mtp"}
 EAGLE = {"method": "mtp_eagle", "num_speculative_tokens": 5}
@@ -175,7 +175,7 @@ def test_sampled_texts_have_the_targets_distribution(pattern: str, settings: dic
 
 
 Placed = tuple[KVCache, BlockTables]
-"""A cache, and where the rows of some sequences are in it."""
+"""A cache, and where sequences have their rows in it."""
 
 
 def assert_same_memory(ours: Placed, theirs: Placed, counts: list[int]) -> None:

@@ -35,7 +35,7 @@ METHODS = {
     "M*EG/GM*/GM*/GM*": EVERYWHERE,
     "*-*-/G-/G-/G-": EVERYWHERE,
 }
-"""Methods of each pattern. The third one's experts keep its trunk from compiled code."""
+"""Methods per pattern. The third one's experts keep its trunk out of compiled code."""
 
 KEPT: dict[str, Runner] = {}
 
@@ -116,7 +116,7 @@ def test_a_beginning_is_not_taken_from_another_text() -> None:
 
 
 FAR = config_from({"method": "mtp_eagle", "num_speculative_tokens": 15})
-"""Drafts that end 13 rows behind the text, to whose end the next rows go back."""
+"""Drafts that end 13 rows after the sequence, so that the next rows roll back 13."""
 
 
 def test_a_text_that_is_far_behind_sends_no_other_text_back(monkeypatch: pytest.MonkeyPatch) -> None:

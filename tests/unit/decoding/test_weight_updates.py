@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 KINDS = tiered(["mimo", "glm4_moe", "deepseek_v3", "qwen3_next"], ["mimo"])
 """Dense, experts, latent attention with experts, and recurrent layers with experts."""
 DTYPES = {"qwen3_next": torch.float64}
-"""Other than float32: states that are carried on row by row round otherwise than whole sequences."""
+"""Exceptions to float32: states carried row by row round differently from whole sequences."""
 DRAFTING = config_from({"method": "mtp", "num_speculative_tokens": 1})
 
 

@@ -29,7 +29,7 @@ OWN: dict[str, Any] = {
         {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16, "beta_fast": 4}
     ),
 }
-"""None of these is a trunk's here, and 24 channels of all heads are not its hidden size."""
+"""Sizes that no trunk here has; 24 channels in all heads are not its hidden size."""
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle3": {"drafter": "eagle3", "drafter_layers": (1, 2, 3)},
@@ -104,7 +104,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
         "drafter_causal": 2,
     },
 }
-"""Behind a trunk without windows; drafts are three, and blocks of four rows."""
+"""Windows on a trunk without windows; drafts are three, and blocks of four rows."""
 
 WINDOWED_CASES = [
     (name, kind)
@@ -125,7 +125,7 @@ LATENTS = {
         }
     ),
 }
-"""Latent attention, behind a trunk with grouped queries."""
+"""Latent attention, on a trunk with grouped queries."""
 WINDOWS |= {
     "norm before the residual": {"drafter_norm_before_residual": 1},
     "latents": LATENTS,

@@ -36,7 +36,7 @@ CASES = {
     "layers that are read": "peagle-windows",
     "draft vocabulary": "eagle3",
 }
-"""What a continued drafter must not lose, and a drafter of `KINDS` that has it, other than a new drafter has."""
+"""Properties that a continued drafter must keep, and a drafter of `KINDS` that has it, unlike a new drafter."""
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.spec.config import MTPConfig
 
 IGNORED = -100
-"""The label of Hugging Face data sets for what is not learned."""
+"""The label for ignored tokens in Hugging Face datasets."""
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

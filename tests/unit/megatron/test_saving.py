@@ -1,4 +1,4 @@
-"""What kills do to saves: `test_killed_training.py` meets it by chance, these by design."""
+"""Kills during saves, at chosen moments; `test_killed_training.py` kills at random."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def test_an_iteration_that_is_saved_again_does_not_say_meanwhile_that_it_is_whol
 
 
 def hold(pid: object) -> None:
-    """A rank that has a helper, and tells its process id."""
+    """Run a rank that has a helper, and report its process id."""
     helper = get_context("fork").Process(target=help_, args=(os.getpid(),))
     helper.start()
     pid.value = helper.pid  # type: ignore[attr-defined]

@@ -301,7 +301,7 @@ STRANGE: dict[str, tuple[Callable[[Tensors], None], str]] = {
     "a complex type": (retyped(torch.complex64), f"has '{Q}' of type 'C64', which is none of F64, F32"),
     "a type of other processors": (retyped(torch.float8_e4m3fnuz), f"has '{Q}' of type 'F8_E4M3FNUZ', which is none"),
 }
-"""One tensor that is not a weight, and what is said of it."""
+"""A tensor that is not a weight, and the expected finding."""
 
 
 @pytest.mark.parametrize("lost", [False, True])

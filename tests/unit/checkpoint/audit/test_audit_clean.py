@@ -25,7 +25,7 @@ FOLDERS = {
     "llama": 0, "llama-tied": 0, "qwen2": 0, "qwen3": 0, "mimo": 3, "deepseek_v3": 1, "glm4_moe": 3, "qwen3_next": 1,
     "nemotron_h": 1, "bailing_moe": 1, "step3p7": 3, "longcat_flash": 1, "qwen3_5": 1, "kimi_k2": 1,
 }  # fmt: skip
-"""Families, and depths of their folders."""
+"""Families, and the number of MTP layers in their folders."""
 
 
 class Scene:

@@ -145,7 +145,7 @@ ROWS: dict[str, tuple[Made, int, str]] = {
         "DSpark, stages 1, block 5, by 'dspark_block_size'; no MTP layers",
     ),
 }  # fmt: skip
-"""Rows of families: a model of the tables, or keys and names of a folder; depths; the line on what drafts."""
+"""Rows of families: a model of the tables, or keys and names of a folder; MTP layers; the line about what drafts."""
 
 
 def of_row(row: str, path: Path) -> Path:
@@ -262,7 +262,7 @@ TWINS: dict[str, tuple[dict[str, Any], list[str], str, list[str]]] = {
          "it."],
     ),
 }  # fmt: skip
-"""Keys and tensors of a folder, the line on what drafts, and what is wrong."""
+"""Keys and tensors of a folder, the line about what drafts, and what is wrong."""
 
 
 @pytest.mark.parametrize("twin", TWINS)

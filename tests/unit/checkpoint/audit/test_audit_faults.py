@@ -14,7 +14,7 @@ from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 
 FAULTS = faults()
 LEAST_RIGHT = 0.95
-"""68 of 70 are right, where a folder is compared with its copy and against a checkpoint."""
+"""Required fraction; 68 of 70 are right when a folder is compared with its copy and with a checkpoint."""
 
 
 @pytest.fixture(scope="module")

@@ -198,7 +198,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Path] | str, Spoil, str, str]] = {
         "copy the key",
     ),
 }  # fmt: skip
-"""Fault: a form whose depth is bfloat16 or a folder, what is spoilt, what the finding says and advises."""
+"""Faults: a format whose MTP layer is bfloat16, or a folder; what is damaged; the finding and its advice."""
 
 
 @pytest.mark.parametrize("fault", tiered(FAULTS, [*FAULTS][::3]))

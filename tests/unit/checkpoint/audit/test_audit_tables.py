@@ -229,7 +229,7 @@ DAMAGED: dict[str, tuple[Spoil, str, str]] = {
     ),
     "a depth lost": (without(r"layers\.4\."), "depth missing", "The config says 2 depths, the files hold 1"),
 }  # fmt: skip
-"""What is planted, the finding's explanation, and a part of its sentence."""
+"""The planted fault, the finding's explanation, and a part of its sentence."""
 QUICK = ("a depth is another one", "a norm of zeros", "enorm is hnorm", "an expert is another one",
          "the head is the embedding", "MiniMax's count", "an end without a row", "half of the rows lost",
          "a quarter of the columns lost", "half of the columns twice", "one shard of four in another's place",
@@ -341,7 +341,7 @@ CLEAN: dict[str, tuple[str, int, torch.dtype, Spoil]] = {
     "padding that is none": ("llama", 0, BF16, keys(pad_token_id=-1)),
     "MiniMax's count, switched off": ("llama", 0, BF16, keys(use_mtp=False, num_mtp_modules=3)),
 }  # fmt: skip
-"""A family of `hf_models`, depths, type, and what is changed."""
+"""A family of `hf_models`, number of MTP layers, dtype, and a change."""
 FIRST = ("an overlay", "rotary buffers", "sentencepiece", "a hybrid with new norms around 1 + w",
          "new norms and biases", "one layer for all depths", "routers that choose all experts",
          "rows that pad embedding and head", "rows of special tokens", "experts of zeros in a stack",
@@ -378,7 +378,7 @@ BESIDE: dict[str, tuple[Spoil, str, str]] = {
     "other numbers": (on(r"3\.eh_proj", lambda one: one * 2), "other numbers", "has other numbers"),
     "another value of a key": (keys(rope_parameters={"rope_type": "default", "rope_theta": 7.0}), "config", "theta"),
 }  # fmt: skip
-"""What is planted in side B, the finding's explanation, and a part of its sentence."""
+"""The fault planted in side B, the finding's explanation, and a part of its sentence."""
 SAME: dict[str, tuple[Spoil, str]] = {
     "a key that no class knows": (keys(pretraining_tp=1, my_note="x"), "'my_note' of the config differ, which"),
     "float32 of the same numbers": (
@@ -386,7 +386,7 @@ SAME: dict[str, tuple[Spoil, str]] = {
         "equal numbers in another type: float32, not bfloat16",
     ),
 }
-"""What changes nothing that matters, and the note."""
+"""A change without effect, and the note."""
 
 
 def _exchanged(name: str, one: str, other: str) -> str:

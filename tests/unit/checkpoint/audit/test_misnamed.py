@@ -66,7 +66,7 @@ RENAMED: dict[str, tuple[str, Rename, str, str]] = {
     ),
     "Mellum": ("mellum", head_under("mtp.", "model.mtp."), f"model.{FC}", FC),
 }  # fmt: skip
-"""A model, the change of its names, one of them, and the right one."""
+"""A model, the renaming, one wrong name, and the right one."""
 QUICK = ("head of the wrapper", "peft", "FSDP by layer", "numbered head of the text")
 
 

@@ -26,7 +26,7 @@ GUESSES: dict[str, set[str]] = {
     "name wrong": {"tensor missing", "depth incomplete", "MTP dropped", "depth missing"},
     "left over": {"tensor left over"},
 }
-"""Fault, and the explanations that fit."""
+"""Explanations that fit each fault."""
 
 
 def spoilt(whole: Tensors, name: str) -> Iterator[tuple[str, Tensors]]:
@@ -50,7 +50,7 @@ def chosen(whole: Tensors, seed: str) -> list[str]:
 
 
 COPIES = ("embed_tokens.weight", "head.weight")
-"""Which folders may leave out."""
+"""Tensors that folders may omit."""
 
 
 @pytest.mark.parametrize("name", tiered(FAMILIES, FIRST))

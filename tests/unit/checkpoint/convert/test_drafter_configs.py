@@ -35,7 +35,7 @@ SPECFORGE: dict[str, Any] = {
     "max_position_embeddings": 163840,
     "attention_bias": False,
 }
-"""EAGLE-3 behind DeepSeek-V3's latent attention."""
+"""EAGLE-3 on DeepSeek-V3's latent attention."""
 
 SPECULATORS: dict[str, Any] = {
     "architectures": ["Eagle3Speculator"],
@@ -84,7 +84,7 @@ ZLAB: dict[str, Any] = {
     "max_position_embeddings": 262144,
     "hidden_act": "silu",
 }
-"""DFlash behind Qwen3.5-4B, whose heads have 256 channels."""
+"""DFlash on Qwen3.5-4B, whose heads have 256 channels."""
 
 DSPARK: dict[str, Any] = {
     "architectures": ["DSparkDraftModel"],
@@ -112,7 +112,7 @@ DSPARK: dict[str, Any] = {
     "vocab_size": 154880,
     "max_position_embeddings": 202752,
 }
-"""DSpark behind GLM-5.2's latent attention."""
+"""DSpark on GLM-5.2's latent attention."""
 
 SPECULATORS_BLOCKS: dict[str, Any] = {
     "architectures": ["DFlashSpeculator"],
@@ -217,7 +217,7 @@ KIMI: dict[str, Any] = {
     "max_position_embeddings": 262144,
     "attention_bias": False,
 }
-"""EAGLE-3 with latent attention behind Kimi-K2.5, whose ids are those of states."""
+"""EAGLE-3 with latent attention on Kimi-K2.5, whose ids count states."""
 
 GPT_OSS: dict[str, Any] = {
     **SPECFORGE,
@@ -384,7 +384,7 @@ DOMINO: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-"""Of SpecForge's configs/qwen3-8b-domino.json, without what engines do not read."""
+"""SpecForge's configs/qwen3-8b-domino.json, without what engines do not read."""
 
 
 def of_domino(architecture: str = "DominoDraftModel", **inner: Any) -> dict[str, Any]:
@@ -431,7 +431,7 @@ PEAGLE: dict[str, Any] = {
     "vocab_size": 151936,
     "draft_vocab_size": 32000,
 }
-"""Of SpecForge's configs/qwen3-8b-peagle.json, which leaves the mask token to training."""
+"""SpecForge's configs/qwen3-8b-peagle.json, which leaves the mask token to training."""
 
 
 @pytest.mark.parametrize("name", ["mask_token_id", "pard_token", "ptd_token_id"])

@@ -87,7 +87,7 @@ PAIRS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], str | None]] = 
     "Kimi on DeepSeek": ("kimi_k2", {}, "deepseek_v3", {}, None),
     "GLM on Ling": ("glm4_moe", {"attention_bias": False}, "bailing_moe", {}, None),
 }  # fmt: skip
-"""Donor and target of two families that compute the same, with changed configs, and the family of the export."""
+"""Donor and target of two families that compute the same, with changed configs, and the export's family."""
 
 
 @pytest.mark.parametrize("pair", tiered(PAIRS, ("MiMo on Qwen2",)))
@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[tuple[str, int, dict[str, Any]], tuple[str, int, dict[s
     "carried settings": (("glm_ocr", 1, {}), ("glm_ocr", 0, {"rms_norm_eps": 1e-3}), "rms_norm_eps 1e-05, and the"),
     "carried layers": (("ernie4_5_moe", 1, {}), ("ernie4_5_moe", 0, {"num_hidden_layers": 2}), "num_hidden_layers 3"),
 }  # fmt: skip
-"""Kind, MTP layers and changed config of the donor and of the target, and what is said."""
+"""Kind, MTP layers and changed config of the donor and of the target, and the error."""
 
 
 @pytest.mark.parametrize("fault", REFUSED)
@@ -241,7 +241,7 @@ CAST = [
     ("mimo", BFLOAT, BFLOAT, FLOAT),
     ("mimo", FLOAT, BFLOAT, HALF),
 ]
-"""Model, types of donor and trunk, and --dtype."""
+"""Model, dtypes of donor and trunk, and --dtype."""
 
 
 @pytest.mark.parametrize(("name", "donors", "trunks", "given"), tiered(CAST, CAST[:1]))
@@ -319,7 +319,7 @@ OF_TRUNKS = {
     "--rotary-percent 0.5": "rotary_percent 1.0, and the trunk 0.5",
     "--num-query-groups 1 --group-query-attention": "num_query_groups 2, and the trunk 1",
 }
-"""Flags of the trunk's training that the donor's lacked, and what is said."""
+"""Training flags of the trunk that the donor lacked, and the error."""
 
 
 @pytest.mark.parametrize("flags", OF_TRUNKS)

@@ -28,7 +28,7 @@ COMMANDS = {
     "drop-mtp": ["mcore", "--keep", "1"],
     "graft": ["mcore trunk"],
 }
-"""What each command is given: its sources, then its flags."""
+"""Arguments of each command: its sources, then its flags."""
 
 MIGRATIONS = {"gpt-to-hybrid": ["mcore"], "hybrid-to-gpt": ["hybrid"]}
 

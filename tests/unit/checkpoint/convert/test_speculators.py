@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 S, F = "sliding_attention", "full_attention"
 BLOCK, MASK, RANK = 4, 7, 6
 LONG = 64
-"""A window of all positions: in speculators it begins W before the block for all rows, in engines before each row."""
+"""A window of all positions: in speculators it starts W before the block for all rows, in engines before each row."""
 BLOCKS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "dflash, full": ("dflash", [F, F], {}),
     "dflash, windowed": ("dflash", [S, S], {}),

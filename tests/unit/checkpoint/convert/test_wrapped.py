@@ -24,9 +24,9 @@ from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 TRAINED = [name for name in SEEING if name not in ("exaone4_5", "glm_ocr")]
-"""Those whose text model Megatron runs."""
+"""Models whose text model Megatron runs."""
 FIRST = ("exaone4_5", "got_ocr2", "internvl", "llava", "mistral3")
-"""Those of the first tier."""
+"""Models of the first tier."""
 
 
 def there_and_back(folder: Path) -> Path:

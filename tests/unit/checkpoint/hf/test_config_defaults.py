@@ -18,7 +18,7 @@ Keys = dict[str, Any]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 5e4, **BOTH}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
 MANY_HEADS = {"linear_num_key_heads": 16, "linear_num_value_heads": 16}
-"""Each a multiple of the other's default."""
+"""Each is a multiple of the other's default."""
 KINDS: dict[str, tuple[str, Keys]] = {
     "llama": ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8192}}),
     "qwen2": ("qwen2", {}),
@@ -32,13 +32,13 @@ KINDS: dict[str, tuple[str, Keys]] = {
     "qwen3_5_moe_text": ("qwen3_5_moe_text", {**LINEAR, **QWEN_EXPERTS, **MANY_HEADS}),
     "nemotron_h": ("nemotron_h", {**MODELS["nemotron_h"].config, "mamba_num_heads": 8}),
 }
-"""Families by `model_type`, the class in transformers that runs them, and a config."""
+"""Families by `model_type`: the transformers class that runs them, and a config."""
 NOT_LEFT_OUT = {
     *("vocab_size", "hidden_size", "intermediate_size", "ffn_hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("n_routed_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "kv_lora_rank"),
     *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "shared_expert_intermediate_size"),
 }
-"""Sizes, without which a folder is refused: the class would make a model as large as the published one."""
+"""Sizes that a folder must have: the class's default would be as large as the published model."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -38,7 +38,9 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 COUNTED = {("qwen3_next", 0): {"mtp_num_hidden_layers": 0}, ("mimo_v2_flash", 1): {"num_nextn_predict_layers": 1}}
-"""Keys that an export adds where a folder has other depths than the published ones and does not say so."""
+"""Keys that an export adds if a folder's MTP layers differ from the published number and its config does not count
+them.
+"""
 
 
 @pytest.mark.parametrize(("name", "depths"), tiered(CASES, [*dict(CASES).items()][::3]))  # the most MTP layers

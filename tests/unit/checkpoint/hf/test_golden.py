@@ -92,7 +92,7 @@ PLANTED: dict[Callable[[Rule], Rule], str] = {
     halved: "rows' halves swapped",
     renamed: "-> decoder.final_norm.weight",
 }
-"""A fault in a family, to what the difference says of it."""
+"""For each fault in a family, a part of the printed difference."""
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)

@@ -186,7 +186,7 @@ NO_TENSORS = (
     "gguf", "link of the weights", "link of a tokenizer", "truncated", "absurd header", "a folder as a file",
     "lfs pointer", "lora with a config",
 )  # fmt: skip
-"""Kinds whose tensors the reader of folders does not list."""
+"""Kinds whose tensors the folder reader does not list."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

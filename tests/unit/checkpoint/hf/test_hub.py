@@ -17,7 +17,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 WEIGHTS = bytes(range(256)) * 2**17
 FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": WEIGHTS, "modeling.py": b"raise SystemExit"}
 CUT = len(WEIGHTS) // 2
-"""More than huggingface_hub takes at a time, which is 10 MiB."""
+"""Bytes before a download breaks off: more than huggingface_hub reads at a time, which is 10 MiB."""
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -42,7 +42,7 @@ from megatron_mtp.model.rope import place
 pytestmark = pytest.mark.usefixtures("forked_python", "megatron")
 
 FAMILIES = {"qwen3_next": 1, "qwen3_5_text": 1, "qwen3_5_moe_text": 1, "nemotron_h": 3}
-"""Their models, and the depths of each."""
+"""Models of these families, and the number of MTP layers."""
 AllJudged = dict[tuple[str, bool], Judged]
 
 
@@ -279,7 +279,7 @@ PLANTED: dict[str, dict[str, Callable[[Rule], Rule]]] = {
     "qwen3_5_moe_text": {**DELTA, **EXPERTS},
     "nemotron_h": {**MAMBA, **EXPERTS},
 }
-"""Faults of the rules that both directions share, which only logits can show."""
+"""Faults in rules that both directions share, so that only logits show them."""
 ALONE = {"a number of the config": None, "halves swapped": halves_swapped}
 CASES = [(name, fault) for name in FAMILIES for fault in (*PLANTED[name], *ALONE)]
 

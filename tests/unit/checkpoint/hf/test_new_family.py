@@ -24,7 +24,7 @@ for arguments in json.loads(sys.argv[1]):
     if status := main(["convert", *arguments]):
         sys.exit(status)
 """
-"""Several commands in one process, which takes longer to start than to convert."""
+"""Runs several commands in one process, which takes longer to start than to convert."""
 
 INSTALLED = """
 import sys
@@ -34,7 +34,7 @@ from megatron_mtp.checkpoint.verify.reference_forms import FORMS
 for table in (FAMILIES, FORMS):
     vars(table).pop("_registered", None)
 """
-"""A package that a fork finds, whose tables may have been listed before."""
+"""Makes a fork find a new package, even if its tables have already been listed."""
 
 
 def heron_depths(trunk: Tensors, depths: int) -> Tensors:

@@ -30,7 +30,7 @@ E4M3, E8M0, BYTE = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 TRUNK = "model.layers.1.self_attn.q_proj."
 Made = tuple[Tensors, Tensor]
-"""The parts of a weight by the ends of their names, and the weight."""
+"""A weight's parts by name suffix, and the weight."""
 Encode = Callable[[int, int], Made]
 Parts = dict[str, Tensor]
 

@@ -107,7 +107,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 Fault = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-"""The weights of a model, by name, that come out wrong: what they should have been."""
+"""From the weights of a model by name, those that the fault makes wrong: what they should have been."""
 
 
 def moved(ends: tuple[str, ...], dim: int) -> Fault:
@@ -139,7 +139,7 @@ FAULTS: dict[str, Fault] = {
     "a norm's sign": norm_negated,
     "layers exchanged": layers_exchanged,
 }
-"""Faults that a round trip cannot see, since it would undo them."""
+"""Faults that a round trip cannot show, because it undoes them."""
 
 
 @pytest.mark.usefixtures("megatron")
@@ -225,7 +225,7 @@ def test_a_fault_in_the_rules_of_what_gpt_oss_alone_has_is_seen(
 
 
 RUN = [name for name in LEFT if name != "nemotron_h_puzzle"]
-"""Those of which transformers has the class."""
+"""Models that transformers has a class for."""
 
 
 @pytest.mark.matrix

@@ -18,7 +18,7 @@ from fuzz_cases import ASSETS, every_case
 from fuzzing import Case, Cases, Ended, faults
 
 FIRST = {True: 2, False: 1}
-"""Cases of every verb in the first tier, of those that once failed and of the others."""
+"""Cases per verb in the first tier, for those that once failed and for the others."""
 MATRIX = {True: 12, False: 2}
 """The same with --all."""
 

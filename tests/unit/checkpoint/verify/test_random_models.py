@@ -25,9 +25,9 @@ from megatron_mtp.decoding.load import load_checkpoint
 QUIET = Options(quiet=True, workers=1)
 SEEDS = range(int(os.environ["RANDOM_MODELS"])) if "RANDOM_MODELS" in os.environ else (4, *range(0, 84, 14))
 FIRST = SEEDS if "RANDOM_MODELS" in os.environ else (4, 0, 42)
-"""4 has Kimi-K2's rotary settings."""
+"""Seeds of the first tier; 4 has Kimi-K2's rotary settings."""
 TOLERANCE = 1e-4
-"""Of the largest logit, or of 1."""
+"""Relative to the largest logit, or to 1."""
 
 
 @pytest.mark.usefixtures("megatron")

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("forked_python")
 
 ALL = {**PLAIN, **TRAINED}
 CARRIED = {"exaone_moe": 1, "ernie4_5_moe": 3, "mimo_v2_flash": 3, "longcat_flash": 1, "step3p7": 3, "glm_ocr": 3}
-"""Families whose layers are carried, and the depths of the folder."""
+"""Families whose layers are passed through, and the number of MTP layers in the folder."""
 AllJudged = dict[tuple[str, bool], Judged]
 
 
@@ -55,7 +55,7 @@ FIRST = [
     "sarvam_mla",
 ]
 BIGRAMS = [name for name in FIRST if name in TRAINED][::2]
-"""Of the first tier: families, and those whose bigram model is tried."""
+"""Families in the first tier whose bigram model is tested."""
 
 
 @pytest.fixture(scope="module")
@@ -139,12 +139,12 @@ FAULTS: dict[str, tuple[Plant, int]] = {
     "depth off by one": (depth_off_by_one, 1),
     "gate and up exchanged": (gate_and_up_exchanged, 1),
 }
-"""A fault in the rules themselves, which a round trip cannot see, and the first depth whose logits show it."""
+"""Faults in the rules themselves, which a round trip cannot show, and the first depth whose logits show it."""
 VARIANTS = (
     *("kimi_k2", "glm4_moe-lean", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h-latent", "sarvam_moe", "sarvam_mla"),
     *("glm4v_moe", "intern_s2_preview", "nemotron_h_omni", "nemo_speechlm"),
 )
-"""Of a family whose other folder is tried with every fault."""
+"""Variants of a family whose other folder is tested with every fault."""
 PLANTED = [
     (name, fault)
     for name in TRAINED

@@ -36,13 +36,13 @@ MODELS: dict[str, tuple[int, dict[str, Any], set[str]]] = {
     "qwen3_next": (1, {}, {"rope_theta", "partial_rotary_factor", "rms_norm_eps"}),
     "nemotron_h": (1, {}, {"routed_scaling_factor"}),
 }
-"""Depths, changes to the rotary settings, and numbers that the logits of `verify` must show."""
+"""Number of MTP layers, changes to the rotary settings, and numbers that `verify`'s logits must show."""
 LONG = Prompt(
     torch.randint(0, 96, (1, 160), generator=torch.Generator().manual_seed(5)),
     torch.cat([torch.arange(144), 144 * 2 ** torch.arange(1, 17) // 2]),
     144,
 )
-"""transformers' own prompt: long, with far positions."""
+"""The prompt for transformers: long, with distant positions."""
 
 
 def numbers(keys: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -157,7 +157,7 @@ def attach(
             if mtp is None and not adopts and chunk.pg_collection.pp.size() > 1:
                 share_embedding(chunk, next(iter(drafters.values())).drafts)
     if chunks[0].config.num_moe_experts is not None:
-        from megatron_mtp.megatron.patches.table import install_for_experts  # dense models need no patch of Megatron
+        from megatron_mtp.megatron.patches.table import install_for_experts  # dense models need no patch
 
         install_for_experts()
     if last.post_process:
@@ -231,7 +231,7 @@ class Attached(Attachment):
         self.last: MTPLoss | None = None
         self._newest: _Forward | None = None
         self._recorded: _Forward | None = None
-        self._forwards = 0  # number since the last loss
+        self._forwards = 0  # since the last loss
         self._position_ids_BS: Any = None
         self._rows: dict[DraftHead, DraftVocabulary] = {}
         for head, given in zip(self.heads, here, strict=True):
@@ -245,7 +245,7 @@ class Attached(Attachment):
         """Set the draft vocabulary of a head; a drafter also gets its rows of the output layer."""
         tp, device = self.pg_collection.tp, self.head_owner.weight.device
         rows = DraftVocabulary(tokens_N.to(device), self.model.vocab_size // tp.size(), tp.size(), tp.rank())
-        setattr(self.model, f"{module}_vocabulary", rows)  # a submodule, so that it moves with the model
+        setattr(self.model, f"{module}_vocabulary", rows)  # registered as a submodule so that it moves with the model
         self._rows[head] = rows
         head.begin_head(replace(self.head(), draft_vocabulary=rows))
 
@@ -439,12 +439,12 @@ class Attached(Attachment):
             torch._C._current_graph_task_id(),
         )
         if self.weight is not None and forward.records:
-            self._newest = None  # its loss is computed here
-            apply: Callable[..., Tensor] = RidingLoss.apply  # typed by torch since 2.15
+            self._newest = None  # the loss is computed here
+            apply: Callable[..., Tensor] = RidingLoss.apply  # torch annotates it since 2.15
             return apply(hidden_SBH, self._riding(forward, call, self.weight))
         self._newest, self._forwards = forward, self._forwards + 1
         has_graph = self._recorded is not None and self._recorded.states_SBH.requires_grad
-        if hidden_SBH.requires_grad or (forward.records and not has_graph):  # a frozen trunk's states have no graph
+        if hidden_SBH.requires_grad or (forward.records and not has_graph):  # a frozen trunk records no graph
             self._recorded = forward
         return None
 

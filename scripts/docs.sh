@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Build the documentation as a site in runs/site, without a network; broken links and anchors are errors.
-#   scripts/docs.sh [FOLDER]      the site's folder, in place of runs/site
-# Needs the extra `docs`: pip install -e '.[docs]'. PYTHON names another interpreter than .venv's.
+# Build the documentation site in runs/site, without network access; broken links and anchors are errors.
+#   scripts/docs.sh [FOLDER]      output folder; default: runs/site
+# Needs the extra `docs`: pip install -e '.[docs]'. Set PYTHON to use an interpreter other than .venv's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# What only a CUDA device can show; --help says more.
-#   scripts/gpu_check.sh --short                                               training alone, in four minutes
+# Run the checks that need a CUDA device; see --help.
+#   scripts/gpu_check.sh --short                                               only training, four minutes
 #   scripts/gpu_check.sh [start] [--parts PART ...] [--minutes M] [--out DIR] [--device cpu --quick]
-#   scripts/gpu_check.sh follow [--out DIR] [--seconds S] [--pack FILE.tgz]    what happened since the last look
-#   scripts/gpu_check.sh --list                                                the parts, their kinds and limits
-#   scripts/gpu_check.sh --merge DIR [DIR ...]                                 docs/explanation/evidence_gpu.md from the figures of several runs
-# Takes the Python of .venv if there is one (scripts/setup.sh makes it), else the one on the PATH. Without a CUDA device it
-# says so and ends with status 77, which test runners take for "skipped".
+#   scripts/gpu_check.sh follow [--out DIR] [--seconds S] [--pack FILE.tgz]    print new output since the last call
+#   scripts/gpu_check.sh --list                                                list the parts, their kinds and time limits
+#   scripts/gpu_check.sh --merge DIR [DIR ...]                                 write docs/explanation/evidence_gpu.md from several runs
+# Uses the Python of .venv if it exists (scripts/setup.sh creates it), otherwise the one on the PATH. Without a CUDA
+# device it prints a message and exits with status 77, which test runners report as skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python

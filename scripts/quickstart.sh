@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Train a small GPT with an MTP layer on real text, from nothing, show how acceptable its drafts are, and draft with it.
+# Train a small GPT with an MTP layer on real text from scratch, measure its acceptance, and draft with it.
 #   scripts/quickstart.sh
-# The text is the Python source of transformers, the largest package of Python in .venv (some 50 MB). Everything is
-# written to runs/quickstart; a second run resumes an interrupted training, and of a finished one only evaluates and
-# verifies again.
+# The text is the source code of transformers, the largest Python package in .venv (about 50 MB). All output goes to
+# runs/quickstart. Running it again resumes interrupted training; after finished training it only evaluates and
+# verifies.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
@@ -19,17 +19,17 @@ model=(
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
     --init-method-std 0.06 --embedding-init-method-std 1.0
 )
-# A deep trunk and one MTP layer, which drafts twice: a draft costs little beside the trunk. It learns the trunk's own
-# distribution, which is what its drafts are judged by.
+# A deep trunk and one MTP layer, which drafts two tokens: a draft is cheap compared to the trunk. The layer is
+# distilled from the trunk's distribution, because the trunk decides which drafts are accepted.
 mtp=(--mtp-num-layers 1 --mtp-loss kd --mtp-loss-scaling-factor 0.3 --mtp-metrics-dir "$run")
 training=(
     --micro-batch-size 8 --global-batch-size 8 --train-iters 270
-    --optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov   # matrices; the rest by Adam, at the same rate
+    --optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov   # for matrices; Adam for the rest, at the same learning rate
     --lr 1e-2 --min-lr 0 --lr-decay-style linear --lr-warmup-iters 20 --weight-decay 0.1 --clip-grad 1.0
     --adam-beta2 0.95
 )
 if grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then
-    training+=(--bf16) # this CPU multiplies bfloat16 faster than float32; others may be many times slower
+    training+=(--bf16) # faster than float32 on this CPU; on others it may be many times slower
 fi
 corpus=(
     --data-path "$data" --split 98,2,0 --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$data-tokenizer"
@@ -41,8 +41,8 @@ logging=(
 )
 .venv/bin/python pretrain_gpt.py "${model[@]}" "${mtp[@]}" "${training[@]}" "${corpus[@]}" "${logging[@]}"
 
-# The trained model as a Hugging Face folder that serving engines load with its depths, and the proof that it is the same.
-if [ "$run/checkpoint/latest_checkpointed_iteration.txt" -nt "$run/exported/config.json" ]; then # also where there is none
+# Export a Hugging Face folder that serving engines load, MTP layers included, and verify that it is the same model.
+if [ "$run/checkpoint/latest_checkpointed_iteration.txt" -nt "$run/exported/config.json" ]; then # also true if config.json is missing
     rm -rf "$run/exported"
     .venv/bin/python tools/checkpoint/convert.py mcore-to-hf "$run/checkpoint" "$run/exported" --resume --verify
 else

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Build the sdist and the wheel into dist/, and try each alone in an empty folder, with every Python that is named.
+# Build the sdist and the wheel into dist/, and test each in an empty folder with every given Python.
 #   scripts/release.sh [PYTHON ...]    default: python3.12
-# Preprocesses, trains two steps, converts, verifies, generates and serves; the wheel is built from the sdist.
-# Takes two to five minutes and 6 GB of disk for a Python.
+# The test preprocesses, trains two steps, converts, verifies, generates and serves; the sdist builds the wheel.
+# Takes two to five minutes and 6 GB of disk per Python.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in

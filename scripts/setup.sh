@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Make .venv with everything that the quickstart and the tests need. Skips what is done; safe to interrupt.
-#   scripts/setup.sh      from the package index that pip is set up with
-#   CONSTRAINTS=constraints-newest.txt scripts/setup.sh      the newest versions that were tried
+# Create .venv with everything that the quickstart and the tests need. Skips finished work; safe to interrupt.
+#   scripts/setup.sh      uses the package index that pip is configured with
+#   CONSTRAINTS=constraints-newest.txt scripts/setup.sh      the newest tested versions
 # Needs Python 3.12 or newer (on the PATH or under pyenv) with pip, and nothing else.
 set -euo pipefail
 [ "${1:-}" != --help ] || {
@@ -14,11 +14,11 @@ set -euo pipefail
 }
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-find_python() { # the first Python that is new enough and can make virtual environments
+find_python() { # print the first Python that is new enough and can create virtual environments
     local candidate root=${PYENV_ROOT:-$HOME/.pyenv}/versions
     for candidate in python3.12 python3.13 python3.14 python3 python \
         "$root"/3.12*/bin/python "$root"/3.13*/bin/python "$root"/3.14*/bin/python; do
-        # A pyenv shim may be on the PATH and still find no interpreter behind it: only running it tells.
+        # A pyenv shim on the PATH may have no interpreter behind it, so run it.
         if "$candidate" -c "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))" 2>/dev/null; then
             echo "$candidate"
             return
@@ -39,11 +39,11 @@ if ! .venv/bin/python -c '' 2>/dev/null; then
     rm -rf .venv
     "$python" -m venv .venv
 fi
-# uv installs in seconds what takes pip minutes; where it cannot be had, pip does it.
+# uv takes seconds where pip takes minutes; fall back to pip if uv cannot be installed.
 if .venv/bin/python -m pip install --quiet --disable-pip-version-check uv 2>/dev/null &&
     VIRTUAL_ENV=.venv .venv/bin/uv pip install --quiet --constraint "$constraints" --editable '.[dev]'; then
-    # Compiled modules make every process start in a third of the time, also where Python may not write them itself
-    # (PYTHONDONTWRITEBYTECODE). Half of the source is left out: of these packages, a process reads a file or two.
+    # With compiled modules, every process starts in a third of the time, even if PYTHONDONTWRITEBYTECODE is set. Half
+    # of the source is skipped: packages of which a process imports only a file or two.
     .venv/bin/python -m compileall -qq -j 0 .venv/lib \
         -x '/(transformers/models|plotly|openai|networkx|matplotlib|fontTools|pygments|mypyc?|pip|setuptools)/' || true
 else

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Lint and tests, types among them; set-up included. A file of tests runs on each core, and one more.
+# Set up, lint, type-check and test. A test file runs on each core, and one more.
 #   scripts/test.sh                the first tier
-#   scripts/test.sh --all          the whole matrix: before a release, and after a change of layouts, CPU stand-ins or patches
-#   scripts/test.sh --newest       with the newest torch and transformers (constraints-newest.txt), which .venv then has
-#   scripts/test.sh --megatron DIR with the Megatron of this checkout of Megatron-LM
+#   scripts/test.sh --all          the whole matrix: before releases and after changes to layouts, CPU stand-ins or patches
+#   scripts/test.sh --newest       install the newest torch and transformers (constraints-newest.txt) into .venv
+#   scripts/test.sh --megatron DIR with Megatron from a checkout of Megatron-LM
 #   scripts/test.sh [ARGUMENTS]    other arguments go to pytest, for example tests/unit -k packed
 set -euo pipefail
 caller=$PWD
@@ -15,7 +15,7 @@ while true; do
             exit
             ;;
         --newest)
-            export CONSTRAINTS=constraints-newest.txt # setup.sh reads it, also where a test calls it
+            export CONSTRAINTS=constraints-newest.txt # read by setup.sh, which a test calls too
             shift
             ;;
         --megatron)
@@ -34,5 +34,5 @@ bash scripts/setup.sh
 
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-# Images set PYTHONDONTWRITEBYTECODE; then every process of a run would compile the package and the tests anew.
+# Images set PYTHONDONTWRITEBYTECODE, which would make every process compile the package and the tests again.
 env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 .venv/bin/python -m pytest "$@"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Install llama.cpp's Python bindings into an environment of their own, and test exported folders with them:
+# Install llama.cpp's Python bindings into a separate environment, and test exported folders with them:
 # tests/extensions/predict/test_llama_cpp.py.
 #   scripts/test_llama_cpp.sh [pytest arguments]
-# Where they cannot be installed, the script says so and ends with status 77, which test runners take for "skipped".
+# If they cannot be installed, it prints a message and exits with status 77, which test runners report as skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Start a SLURM of two nodes on this machine and try the jobs of scripts/slurm on it: tests/functional/test_slurm.py.
+# Start a SLURM cluster of two nodes on this machine and test the jobs of scripts/slurm: tests/functional/test_slurm.py.
 #   scripts/test_slurm.sh [pytest arguments]
-# Needs Debian's packages slurm-wlm and munge; root gets them by apt. Where they cannot be had, the script says so and
-# ends with status 77, which test runners take for "skipped". All daemons end with the script; nothing is left behind.
+# Needs the Debian packages slurm-wlm and munge, and installs them if run as root. If that fails, it prints a message
+# and exits with status 77, which test runners report as skipped. All daemons stop with the script; nothing is left behind.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
@@ -22,7 +22,7 @@ host=$(hostname -s)
 getent hosts "$host" >/dev/null || skip "this machine's name, $host, has no address"
 
 work=$(mktemp -d)
-chmod 711 "$work" # munged asks for it
+chmod 711 "$work" # required by munged
 export SLURM_CONF=$work/slurm.conf
 port=$((21000 + $$ % 1000 * 4))
 nodes=("$host" "$host-2")

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Install frameworks on top of Megatron, each into a folder of its own, and test attached MTP layers in their models:
+# Install frameworks built on Megatron, each into its own folder, and test attached MTP layers in their models:
 # tests/functional/test_stacks.py.
-#   scripts/test_stacks.sh [NAME ...]            megatron_bridge, ms_swift, verl; all without a name
-#   scripts/test_stacks.sh --install [NAME ...]  without the tests, which scripts/test.sh --all then runs
-# The versions are those of integrations/NAME.txt, without dependencies beyond them: what else a framework imports is in
-# .venv; verl needs megatron_bridge too. The folders are .venv-stacks/NAME (0.3 GB each). Where a framework cannot be
-# installed, its cases are skipped.
+#   scripts/test_stacks.sh [NAME ...]            megatron_bridge, ms_swift, verl; default: all
+#   scripts/test_stacks.sh --install [NAME ...]  only install; scripts/test.sh --all runs the tests
+# Installs only the packages of integrations/NAME.txt, without their dependencies: .venv has the rest. verl also needs
+# megatron_bridge. The folders are .venv-stacks/NAME (0.3 GB each). If a framework cannot be installed, its tests are
+# skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh

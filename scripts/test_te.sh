@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Install Transformer Engine into an environment of its own, without a GPU, and test checkpoints of its modules:
+# Install Transformer Engine into a separate environment, without a GPU, and test checkpoints of its modules:
 # tests/unit/megatron/test_transformer_engine.py.
 #   scripts/test_te.sh [pytest arguments]
-# Its torch extension has no wheel; where TE_WHEELS names a folder with one for this Python and torch, it is taken from
-# there, else it is compiled, which takes nvcc and a quarter of an hour. The environment is .venv-te (3 GB). Where it cannot
-# be installed, the script says so and ends with status 77, which test runners take for "skipped".
+# Its torch extension has no published wheel: it is taken from the folder TE_WHEELS if that has one for this Python and
+# torch, otherwise compiled, which needs nvcc and 15 minutes. The environment is .venv-te (3 GB). If it cannot be
+# installed, the script prints a message and exits with status 77, which test runners report as skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh

@@ -1,7 +1,7 @@
-"""Which cases run, and which files first.
+"""Select which tests run, and which files run first.
 
-Cases without a mark are the first tier. One that is marked `matrix` runs with `--all` alone: a case of the first tier
-catches the same faults (`plant_faults.py`).
+Tests without a mark form the first tier. Tests marked `matrix` run only with `--all`: a test of the first tier catches
+the same faults (`plant_faults.py`).
 """
 
 import gc
@@ -22,8 +22,9 @@ LONGEST = """
     wrapped commands killed_training killed_conversion features migrated_training extensions_away precision conversion
     faults resume linear_cross_entropy migration serving weight_updates weight_gradient verify_numbers trunk_only
 """.split()
-"""Test files that take the longest, by their names after `test_`, which go first:
-as the last one, each would keep one worker alone busy."""
+"""The slowest test files, by their names after `test_`. They run first: a slow file at the end would keep a single
+worker busy.
+"""
 
 MOST_WORKERS = 8
 """Each takes up to 2 GB of memory."""
@@ -42,7 +43,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Start no workers for one file, which one worker would run alone."""
+    """Start no workers for a single file, since one worker would run all of it."""
     given = config.invocation_params.args
     says = any(str(word).startswith(("-n", "--numprocesses", "--dist", "--tx")) for word in given)
     files = {str(word).partition("::")[0] for word in config.args}
@@ -51,7 +52,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.option.loadscopereorder = False  # by xdist, which puts files with many cases first
+    config.option.loadscopereorder = False  # xdist's option, which runs files with many tests first
     config.stash[LEFT_OUT] = 0
 
 
@@ -70,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, bool, bool]:
-    """Find the cases without the garbage collector, which would take a third of the time."""
+    """Collect tests with the garbage collector off; it would take a third of the time."""
     gc.disable()
     found = yield
     collect_new_objects_alone()
@@ -80,7 +81,7 @@ def pytest_collection() -> Generator[None, bool, bool]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """xdist does not pass on what its workers, which find the same cases each, have left out."""
+    """Report deselected tests once: every xdist worker deselects the same ones and does not report them."""
     count = getattr(node, "workeroutput", {}).get("left out", 0)
     if not node.config.stash[LEFT_OUT]:
         node.config.stash[LEFT_OUT] = count
@@ -106,14 +107,14 @@ def _a_test_leaves_nothing() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def megatron() -> Iterator[None]:
-    """A process group of one rank with Megatron's parallel state: what building a model needs.
+    """Create a process group of one rank and Megatron's parallel state, which building a model needs.
 
-    Products of float32 are exact: images of NVIDIA begin with TF32, whose 10 bits are less than the tests' tolerances.
+    Use exact float32 products: NVIDIA's images enable TF32, whose 10-bit mantissa is less than the tests' tolerances.
     """
     from megatron_mtp.megatron.runtime import prepare
 
     prepare()
-    from megatron_single import join_world_of_one  # imports Megatron, which comes after prepare()
+    from megatron_single import join_world_of_one  # imports Megatron, so only after prepare()
 
     from megatron_mtp.checkpoint.verify.prompt import exact_float32
 
@@ -124,7 +125,7 @@ def megatron() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def forked_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A program that is Python in forks; the package's own processes, which `sys.executable` starts, are so too."""
+    """Return a program that runs Python in forks; the package's subprocesses (`sys.executable`) are forks too."""
     import fork_server
 
     program = fork_server.program(tmp_path_factory.mktemp("forked") / "python")

@@ -1,11 +1,12 @@
-"""Plant each fault of planted_faults.toml in a copy of this tree, and count those that the first tier of tests sees.
+"""Plant each fault of planted_faults.toml in a copy of this tree, and count the faults that the first tier of tests
+catches.
 
-    .venv/bin/python tests/plant_faults.py                  all faults; a second call goes on where the first stopped
-    .venv/bin/python tests/plant_faults.py attach seeds     those with one of these words in their name or file
+    .venv/bin/python tests/plant_faults.py                  all faults; a second call resumes an interrupted one
+    .venv/bin/python tests/plant_faults.py attach seeds     faults with one of these words in their name or file
 
-A fault is seen if one of the tests that its row names fails with it, and all of them pass without it. Results go to
-runs/planted_faults.jsonl as they come, and count as long as neither the package, the tests nor the row has changed.
-The exit status is 0 if at least 95 % are seen.
+A fault is caught if one of the tests in its row fails with it, and all of them pass without it. Results are appended to
+runs/planted_faults.jsonl, and are valid until the package, the tests or the row changes. The exit status is 0 if at
+least 95 % are caught.
 """
 
 import hashlib
@@ -29,9 +30,9 @@ from time import monotonic
 ROOT = Path(__file__).parents[1]
 TABLE, RESULTS = ROOT / "tests" / "planted_faults.toml", ROOT / "runs" / "planted_faults.jsonl"
 LEAST = 0.95
-"""The share of faults that the first tier has to see."""
+"""Fraction of faults that the first tier must catch."""
 TIMEOUT = 300
-"""Seconds after which the tests of a fault are ended; the fault is not seen then."""
+"""Seconds after which a fault's tests are stopped; the fault then counts as not caught."""
 SOUND = "none"
 """Name of the result without a fault."""
 
@@ -41,11 +42,11 @@ class Fault:
     """A row of the table.
 
     Attributes:
-        name: of the fault.
-        file: of the package that is edited, from the root.
-        before, after: the text that occurs once in the file, and what takes its place.
-        breaks: what is wrong then, in a sentence.
-        seen_by: tests of the first tier, as pytest names them.
+        name: name of the fault.
+        file: edited file of the package, relative to the root.
+        before, after: text that occurs once in the file, and its replacement.
+        breaks: one sentence on what goes wrong.
+        seen_by: pytest names of tests of the first tier that catch it.
     """
 
     name: str
@@ -57,14 +58,14 @@ class Fault:
 
     @property
     def room(self) -> str:
-        """The folder of the package, or its file, that has the fault."""
+        """Folder of the package that has the fault, or its file."""
         return Path(self.file).parts[1].removesuffix(".py")
 
     def planted(self, text: str) -> str:
-        """The file's text with the fault.
+        """Return the file's text with the fault.
 
         Raises:
-            ValueError: the text before is not there, or more than once.
+            ValueError: `before` is missing or occurs more than once.
         """
         if (count := text.count(self.before)) != 1:
             raise ValueError(f"{self.name}: the text before occurs {count} times in {self.file}; correct its row.")
@@ -73,7 +74,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Result:
-    """What the tests of a fault said: the first that failed, or None, and what ended them where they did not run."""
+    """Result of a fault's tests: the first that failed, or None; and the error if they could not run."""
 
     name: str
     key: str
@@ -83,7 +84,7 @@ class Result:
 
 
 def read_table() -> list[Fault]:
-    """The faults, in the order of the file."""
+    """Return the faults in the order of the file."""
     rows = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     return [Fault(name, **{**row, "seen_by": tuple(row["seen_by"])}) for name, row in rows.items()]
 
@@ -105,7 +106,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _tried(waiting: list[tuple[Fault | None, str]], tests: list[str], files: list[Path]) -> dict[str, Result]:
-    """Try faults by their keys, as many at a time as there are cores; results are kept as they come."""
+    """Try faults by key, as many at a time as there are cores; results are saved as they come in."""
     found: dict[str, Result] = {}
     RESULTS.parent.mkdir(exist_ok=True)
     with (
@@ -159,7 +160,7 @@ def _said(result: Result) -> str:
 
 
 def _try(fault: Fault | None, tests: list[str], key: str, copies: "SimpleQueue[Path]") -> Result:
-    """Run the tests of a fault with it in a copy of the tree, or without a fault all that are named."""
+    """Run a fault's tests with the fault in a copy of the tree, or all named tests without a fault."""
     copy = copies.get()
     try:
         if fault is None:
@@ -171,7 +172,7 @@ def _try(fault: Fault | None, tests: list[str], key: str, copies: "SimpleQueue[P
             return _run(copy, fault.name, key, fault.seen_by)
         finally:
             file.write_text(sound, encoding="utf-8")
-            os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))  # its bytecode is that of this moment
+            os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))  # cached bytecode depends on it
     finally:
         copies.put(copy)
 
@@ -197,7 +198,7 @@ def _run(copy: Path, name: str, key: str, tests: Iterable[str]) -> Result:
 
 
 def _files() -> list[Path]:
-    """The files of the tree from the root, with those that are not committed and without those that git ignores."""
+    """Return the tree's files relative to the root: committed and new ones, without those that git ignores."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return sorted({Path(name) for name in names.split("\0") if name and (ROOT / name).is_file()})
@@ -211,7 +212,7 @@ def _copy(files: list[Path], folder: Path) -> Path:
 
 
 def _digest(files: list[Path]) -> str:
-    """Of the package and the tests, without the table: a row counts by itself."""
+    """Return a digest of the package and the tests. The table is excluded, since each row has its own key."""
     digest = hashlib.sha256()
     for file in files:
         if file.parts[0] in ("megatron_mtp", "tests") and ROOT / file != TABLE:
@@ -224,7 +225,7 @@ def _hash(value: object) -> str:
 
 
 def _known() -> dict[str, Result]:
-    """The results so far, by their key."""
+    """Return the saved results by key."""
     lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
     return {result.key: result for result in (Result(**json.loads(line)) for line in lines if line.endswith("}"))}
 

@@ -51,12 +51,12 @@ def fill(model: LanguageModule, reader: DistReader, parts: tuple[str, ...] = (""
     every = model.sharded_state_dict(metadata=metadata)
     entries: dict[str, Any] = {"model": {name: every[name] for name in every if name.startswith(parts)}}
     for name in [name for name in entries["model"] if name.endswith("_extra_state")]:
-        del entries["model"][name]  # the state of kernels, which checkpoints of other kernels lack
+        del entries["model"][name]  # kernel state, which checkpoints from other kernels lack
     for entry in entries["model"].values():
         if isinstance(entry, ShardedTensor) and not reader.holds(entry.key):
             other = other_key(entry.key)
             if other is not None and reader.holds(other):
-                entry.key = other  # of norms, in a checkpoint of the other kind of modules
+                entry.key = other  # local and TE modules save norms under different keys
     with read_errors(f"{reader.folder} cannot be loaded"):
         loaded = dist_checkpointing.load(entries, str(reader.folder))
     model.load_state_dict(loaded["model"], strict=False)

@@ -188,7 +188,7 @@ def _run(step: Step, settings: AttachSettings) -> int:
     launcher = words_of_launch(settings.launch) if step.on_ranks and settings.launch else [sys.executable]
     try:
         return subprocess.run([*launcher, "-m", "megatron_mtp", *command]).returncode
-    except KeyboardInterrupt:  # the step itself has printed a line
+    except KeyboardInterrupt:  # the step has already printed a message
         return INTERRUPTED
 
 

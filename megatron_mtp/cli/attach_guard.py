@@ -59,7 +59,7 @@ def check_gain(settings: AttachSettings) -> None:
     """
     record = settings.run / "checkpoint" / RECORD
     found = gains(read_documents(settings.run / "before"), read_documents(settings.run))
-    if settings.drafter or not found or not record.is_file():  # a new drafter begins from nothing
+    if settings.drafter or not found or not record.is_file():  # a new drafter has no earlier result
         return
     worse = {name: gain for name, gain in found.items() if gain.is_worse}
     if worse and not settings.allow_worse:

@@ -92,7 +92,7 @@ class Trial:
 
     def command(self, settings: AttachSettings, batches: int) -> list[str]:
         """Return the command and its arguments."""
-        once = f"--eval-iters {batches} --eval-interval {self.steps + 1}".split()  # after the last step alone
+        once = f"--eval-iters {batches} --eval-interval {self.steps + 1}".split()  # evaluate only after the last step
         load = ["--load", beginning(settings), "--finetune", "--mtp-metrics-dir", str(self.folder)]
         return ["train", *training_of(settings, self.choice, self.steps), *once, *load]
 

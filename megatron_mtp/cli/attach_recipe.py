@@ -35,6 +35,6 @@ def recipe_words(name: str, own: Parser, arguments: list[str]) -> list[str]:
     left = chosen.left(given)
     if "mtp-num-layers" in given:
         left.pop("mtp-unroll", None)
-    is_drafter = "drafter" in chosen.settings  # whose loss may be a mix, which --loss does not take
+    is_drafter = "drafter" in chosen.settings  # its loss may be a mix, which --loss does not accept
     names = {flag: flag if flag == "mtp-loss" and is_drafter else OF_ATTACH.get(flag, flag) for flag in left}
     return recipe.words_of({names[flag]: value for flag, value in left.items() if flag not in SET_BY_ATTACH})

@@ -30,7 +30,7 @@ def check_run(settings: AttachSettings) -> None:
     if settings.overwrite or not file.exists():
         return
     try:
-        kept = {"load": None, "recipe": None, **json.loads(file.read_text())}  # older releases had none of both
+        kept = {"load": None, "recipe": None, **json.loads(file.read_text())}  # older releases stored neither
         begun = {name: kept[name] for name in KEPT}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged ({error!r}); name another RUN, or give --overwrite.") from error

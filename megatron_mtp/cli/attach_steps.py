@@ -67,7 +67,7 @@ class Step:
 
 
 def _needs_corpus(settings: AttachSettings) -> bool:
-    return settings.self_generated is None or not is_chat_file(settings.corpus)  # of chats, `sample` takes the prompts
+    return settings.self_generated is None or not is_chat_file(settings.corpus)  # `sample` reads chats directly
 
 
 def _corpus(settings: AttachSettings) -> list[str]:
@@ -87,7 +87,7 @@ def _check_split(settings: AttachSettings) -> None:
         check_split([_prefix(settings)], SPLIT)
 
 
-# --- the model with MTP layers ----------------------------------------------------------------------------------------
+# --- the starting checkpoint ------------------------------------------------------------------------------------------
 
 
 def _lacks_trunk(settings: AttachSettings) -> bool:
@@ -105,7 +105,7 @@ def _has_lost_depths(model: Path) -> bool:
 
     from megatron_mtp.checkpoint.convert.plan import has_lost_depths
 
-    with suppress(ValueError):  # `convert` says what is wrong
+    with suppress(ValueError):  # `convert` reports the error
         return has_lost_depths(model)
     return False
 
@@ -128,7 +128,7 @@ def _start(settings: AttachSettings) -> list[str]:
     return ["convert", "attach-mtp", trunk_of(settings), start, *flags, "--resume"]
 
 
-# --- the training and what it is compared with ------------------------------------------------------------------------
+# --- training and evaluation ------------------------------------------------------------------------------------------
 
 
 def _sample(settings: AttachSettings) -> list[str]:
@@ -206,7 +206,7 @@ def family_of(settings: AttachSettings) -> str | None:
 
 def _verify(settings: AttachSettings) -> list[str]:
     folders = [f"{settings.run}/exported", f"{settings.run}/checkpoint"]
-    return ["convert", "verify", *folders, "--allow-uncompared"]  # it prints which logits are not compared, and why
+    return ["convert", "verify", *folders, "--allow-uncompared"]  # it prints which logits it does not compare, and why
 
 
 # --- drafting ---------------------------------------------------------------------------------------------------------

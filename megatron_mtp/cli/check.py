@@ -164,7 +164,7 @@ def _prompts(args: Namespace, tokenizer: "PreTrainedTokenizerBase") -> NumberedP
     return found[: args.prompts]
 
 
-# --- drafts by prompt ------------------------------------------------------------------------------------------------
+# --- drafts per prompt -----------------------------------------------------------------------------------------------
 
 
 def _drafted(
@@ -298,7 +298,7 @@ def _compared(
     count = len(set(documents))
     units: dict[int, AcceptanceStats] = {}
     for place, (document, stats) in enumerate(zip(documents, of_prompts, strict=True)):
-        unit = document if count >= LEAST_DOCUMENTS else place  # of few documents, prompts are resampled
+        unit = document if count >= LEAST_DOCUMENTS else place  # with few documents, resample prompts
         units[unit] = units.get(unit, AcceptanceStats()) + stats
     whole = sum(units.values(), AcceptanceStats())
     drafts = next(iter(whole.offered_at), 0)

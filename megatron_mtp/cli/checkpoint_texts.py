@@ -53,7 +53,7 @@ class Checkpoint:
             raise ValueError(f"--load is {args.load}, which names no tokenizer that is there; give --tokenizer.")
         self.tokenizer: Path = found
         self.settings: dict[str, Any] = {
-            "load": reader.fingerprint()["catalogue"],  # checksums by which a model is known
+            "load": reader.fingerprint()["catalogue"],  # identifies the model by its checksums
             "dtype": args.dtype,
             "speculative-config": None if self._speculative is None else self._speculative.flat(),
         }

@@ -70,7 +70,7 @@ def acceptances(models: dict[str, Path], checkpoint: Path, tokens: int, args: Na
     found = {}
     with TemporaryDirectory(prefix=f".{args.target.name}-read-", dir=args.target.parent) as folder:
         for number, (name, path) in enumerate(models.items()):
-            if not is_checkpoint(path):  # `evaluate` reads checkpoints
+            if not is_checkpoint(path):  # `evaluate` needs a checkpoint
                 source, path = path, Path(folder) / str(number)
                 hf_to_mcore(source, path, options(args))
             words = [sys.executable, "-m", PACKAGE, "evaluate", "--load", str(path), *flags]

@@ -59,7 +59,7 @@ class Workload:
         """Continue all prompts. `emit` gets every step of an output, by the prompt's index in the run."""
 
         self._generated(config, 0, 1, min(WARM_UP, self.new_tokens))
-        self.runner.auto_counts.clear()  # first steps are slower than those that follow
+        self.runner.auto_counts.clear()  # the first steps are slower than later ones
         joules, began = start_meter(), time.perf_counter()
         parts = self._all(config, emit)
         seconds = time.perf_counter() - began
@@ -134,7 +134,7 @@ def start_meter() -> Callable[[], float | None]:
         if not (monitor.gpu_indices or monitor.cpu_indices):
             return lambda: None
         monitor.begin_window("generated")
-    except Exception:  # the library, drivers and permissions are optional, and each has errors of its own
+    except Exception:  # the library, drivers and permissions are optional, and each raises its own types
         return lambda: None
 
     def joules() -> float:

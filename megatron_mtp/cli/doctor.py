@@ -209,7 +209,7 @@ def check_device() -> list[Component]:
 
 
 def _torch() -> ModuleType | None:
-    with suppress(ImportError, OSError):  # a library that torch needs may be missing
+    with suppress(ImportError, OSError):  # a shared library that torch needs may be missing
         import torch
 
         return torch
@@ -265,7 +265,7 @@ def patch_rows(probe: bool) -> list[dict[str, str]]:
     from megatron_mtp.megatron.patches.table import PATCHES
 
     if probe:
-        with redirect_stdout(StringIO()), warnings.catch_warnings(), suppress(RuntimeError):  # a function is missing
+        with redirect_stdout(StringIO()), warnings.catch_warnings(), suppress(RuntimeError):  # from a missing function
             warnings.simplefilter("ignore")
             prepare()
     rows = []

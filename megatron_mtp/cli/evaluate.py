@@ -90,7 +90,7 @@ def main(arguments: list[str], program: str) -> int:
 
             argv = train.with_file(program, given, [*DEFAULTS.split(), *flags, "--load", args.load, *rest])
             metrics = evaluate(argv, on_cpu, shows_tables=False)
-        if metrics.evaluated is not None:  # only one rank has the result
+        if metrics.evaluated is not None:  # only one rank has it
             row, table = metrics.evaluated
             title = "context" if args.context_lengths else "source"
             if (args.by_source or args.context_lengths) and metrics.sources:
@@ -156,7 +156,7 @@ def _data_flags(args: Namespace, folder: Path, trust: list[str]) -> list[str]:
         chosen = ["--tokenizer-type", kind, "--tokenizer-model", str(model or tokenizer)]
         chosen.append("--no-use-tokenizer-model-from-checkpoint-args")
     elif stored.tokenizer_type == "NullTokenizer" and stored.vocab_size is not None:
-        chosen = ["--vocab-size", str(stored.vocab_size)]  # which Megatron does not take from a checkpoint
+        chosen = ["--vocab-size", str(stored.vocab_size)]  # Megatron does not read it from a checkpoint
     for name in SIZES:
         if (size := getattr(args, name)) is not None:
             chosen += [flag_of(name), str(size)]

@@ -150,14 +150,14 @@ def run(args: Namespace, answer: TextIO) -> None:
         raise ValueError(f"--seed is {args.seed}, which 64 bits do not hold for every prompt; give a smaller one.")
     check_prompts(runner, prompts, args.max_new_tokens)
     drafter = load_drafter(config, dtype)
-    method = make_method(runner, config, sampling, drafter)  # refuses what does not fit
+    method = make_method(runner, config, sampling, drafter)  # rejects unsupported combinations
     stop_ids, cut = _ends(args, tokenizer)
     work = Workload(runner, prompts, args.max_new_tokens, sampling, stop_ids, drafter, cut, args.batch_size, args.seed)
     is_first = torch.distributed.get_rank() == 0
     stream = Stream(tokenizer) if is_first and not args.json and len(prompts) == 1 and tokenizer is not None else None
     steps: list[list[dict[str, Any]]] = [[] for _ in prompts]
     if args.record is not None and is_first:
-        args.record.mkdir(parents=True, exist_ok=True)  # before anything is generated
+        args.record.mkdir(parents=True, exist_ok=True)  # fail before generating anything
     if is_first and not args.json:
         print(f"> {loaded.line(args.load)}")
         say_if_lossy(config)
@@ -183,7 +183,7 @@ def run(args: Namespace, answer: TextIO) -> None:
     shown = None if tokenizer is None else [tokenizer.decode(ids, skip_special_tokens=True) for ids in texts]
     if args.json:
         both: dict[str, Any] = {"token_ids": texts, "text": shown}
-        one = {name: value and value[0] for name, value in both.items()}  # no list of all
+        one = {name: value and value[0] for name, value in both.items()}  # a single output instead of a list
         made = (one if len(texts) == 1 else both) | _drafting(method) | figures
         print(json.dumps(made), file=answer, flush=True)
         return

@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         if not arguments:
             parser().print_help()
             return REFUSED
-        known = bool(arguments) and arguments[0] in VERBS  # asks other packages only for a verb that is not ours
+        known = bool(arguments) and arguments[0] in VERBS  # plugins are searched only for verbs that are not built in
         verb = arguments[0] if known else parser().parse_args(arguments[:1]).verb
     return run(verb, f"{PROGRAM} {verb}", arguments[1:])
 
@@ -70,7 +70,7 @@ def run(verb: str, program: str, arguments: list[str]) -> int:
     open_streams()
     with sentences(program):
         module = module_of(verb)  # its tables refuse parts of other packages
-    with sentences(program, mistakes=()):  # each verb turns its own ValueErrors into messages
+    with sentences(program, mistakes=()):  # each verb reports its own ValueErrors
         status: int = module.main(arguments, program)
     return status
 

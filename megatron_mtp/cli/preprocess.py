@@ -48,9 +48,9 @@ Then train with: --data-path PREFIX --tokenizer-type HuggingFaceTokenizer --toke
 """
 BYTES_PER_MB = 1_000_000
 TRAINING_BYTES = 20_000_000
-# One huge file must not fill the whole sample for the tokenizer, unless there are few files.
+# Keeps one huge file from filling the whole sample for the tokenizer, unless there are few files.
 TRAINING_BYTES_PER_FILE = 1_000_000
-# Flags that do not change the output.
+# Flags that do not affect the output.
 NOT_SETTINGS = ("output_prefix", "workers", "overwrite")
 
 
@@ -155,7 +155,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ValueError("--chat was given without --tokenizer; give the folder of one that has a chat template.")
     if not args.tokenizer and args.vocab_size < SMALLEST_VOCAB:
         raise ValueError(f"--vocab-size: {args.vocab_size} is too small; give {SMALLEST_VOCAB} or more.")
-    if not args.tokenizer and args.vocab_size > TRAINING_BYTES:  # the text that a tokenizer is trained on
+    if not args.tokenizer and args.vocab_size > TRAINING_BYTES:  # the amount of training text
         raise ValueError(f"--vocab-size: {args.vocab_size} is too large; give {TRAINING_BYTES} at most.")
     if args.tokenizer and (unused := args.tokenizer_output):
         says = f"'{unused}' would stay empty, since --tokenizer '{args.tokenizer}' is used as it is"
@@ -201,7 +201,7 @@ def _trained_tokenizer(args: argparse.Namespace, documents: Sequence[Document]) 
     heads = [d if d.line else d._replace(size=min(d.size, limit)) for d in documents]
     texts = (read_document(d, args.json_key) for d in choose_documents(heads, TRAINING_BYTES, args.seed, shuffle=True))
     print(f"tokenizer: training a byte-level BPE of {args.vocab_size} entries", flush=True)
-    # An old corpus must not be left next to a new tokenizer if this run is interrupted.
+    # If this run is interrupted, no old corpus may remain next to the new tokenizer.
     Path(f"{args.output_prefix}.idx").unlink(missing_ok=True)
     train_bpe(texts, args.vocab_size, folder)
     print(f"tokenizer: {folder}, {time.monotonic() - started:.1f} s", flush=True)

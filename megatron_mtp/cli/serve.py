@@ -151,13 +151,13 @@ def run(args: Namespace) -> int:
     began = time.monotonic()
     if warms := runner.device.type == "cuda" if args.warm_up is None else args.warm_up:
         warm_up(engine)
-    folder = Path(args.load).resolve()  # of a run's `checkpoint`, the run's name
+    folder = Path(args.load).resolve()  # for a run's `checkpoint` folder, use the run's name
     served = Served(
         name=args.served_model_name or (folder.parent if folder.name == "checkpoint" else folder).name,
         codec=Codec(tokenizer),
         positions=engine.max_length,
         vocabulary=runner.vocab_size,
-        most_outputs=args.max_waiting,  # they wait for a step before they run
+        most_outputs=args.max_waiting,  # each waits for a step before it runs
         created=int(time.time()),
     )
     group = group_of_all() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None

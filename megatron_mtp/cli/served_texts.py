@@ -165,7 +165,7 @@ class TextServer:
                 f"counts {counted} tokens in {choice.text[:40]!r}, and here they are {len(tokens)}"
             )
         if choice.finish_reason == Finish.STOP:
-            named = [getattr(choice, name, None) for name in ("stop_reason", "matched_stop")]  # vLLM, SGLang
+            named = [getattr(choice, name, None) for name in ("stop_reason", "matched_stop")]  # in vLLM; in SGLang
             found = next((one for one in named if type(one) is int), self._tokenizer.eos_token_id)
             tokens.append(found)
         return tokens

@@ -58,7 +58,7 @@ def read_prompts(
     texts = [*texts, *([] if file is None else _texts_of(Path(file)))]
     if texts and tokenizer is None:
         raise ValueError("the checkpoint names no tokenizer for the prompt's text; give --tokenizer or --prompt-ids.")
-    for text in texts:  # lone surrogates: of bytes of the command line that are not UTF-8, or of JSON
+    for text in texts:  # lone surrogates come from command-line bytes that are not UTF-8, or from JSON escapes
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -72,7 +72,7 @@ def main(arguments: list[str], program: str) -> int:
     """Train. Invalid input ends with one sentence and exit status 2."""
     given, rest = parse_run(program, arguments)
     if given.dry_run is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a plan is the same on every machine
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a plan must not depend on this machine
     with quiet(given.verbose):
         on_cpu = prepare()
 
@@ -167,7 +167,7 @@ def with_file(program: str, given: Namespace, rest: list[str]) -> list[str]:
         if any(word.split("=")[0] == "--yaml-cfg" for word in (*words, *rest)):
             raise ValueError("--yaml-cfg takes the place of all flags, those of the MTP layers too; give --config.")
         words, rest = without_unset(words, rest, flags)
-        flags.parse_args([*words, *rest])  # Megatron's parser lacks the flags of the run, which may be meant
+        flags.parse_args([*words, *rest])  # checked here, where a typo in a flag of `train` gets a suggestion
     sys.argv = [program, *words, *rest]
     return sys.argv
 

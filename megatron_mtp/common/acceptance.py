@@ -154,7 +154,7 @@ def gain_of(before: Sequence[AcceptanceStats], after: Sequence[AcceptanceStats])
     gain = sum(after, AcceptanceStats()).expected_length - sum(before, AcceptanceStats()).expected_length
     if len(before) != len(after) or len(after) < LEAST_DOCUMENTS:
         return gain, error_of(after)
-    return gain, float((resampled(after) - resampled(before)).sum(axis=1).std())  # the same draws of documents
+    return gain, float((resampled(after) - resampled(before)).sum(axis=1).std())  # both resample the same documents
 
 
 def figures_of(documents: Sequence[AcceptanceStats]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def open_streams() -> None:
             if null != number:
                 os.dup2(null, number)
                 os.close(null)
-            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115  # as long as the process
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115  # stays open
 
 
 def status_of(program: str, work: Callable[[], int], mistakes: Mistakes = ValueError, advice: str = "") -> int:

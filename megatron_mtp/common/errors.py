@@ -134,7 +134,7 @@ def sentences(program: str, mistakes: Mistakes = ValueError, advice: str = "") -
         _say(program, f"interrupted{advice and f'; {advice}'}")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout again at exit
         sys.exit(UNREAD)
     except Exception as error:
         said = _of_the_output(error) or (

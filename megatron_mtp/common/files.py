@@ -34,11 +34,11 @@ def written_beside(target: Path, shared: bool = False) -> Iterator[Path]:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     beside = target.with_name(f"{target.name}.{os.getpid()}.partial" if shared else f"{target.name}.partial")
     try:
-        remove(beside)  # of a killed run
+        remove(beside)  # left by a killed process
         yield beside
         sync(beside)
         if beside.is_dir():
-            remove(target)  # a folder that holds files cannot be replaced
+            remove(target)  # os.replace cannot replace a non-empty folder
         os.replace(beside, target)
     finally:
         remove(beside)

@@ -35,12 +35,12 @@ def one_writer(output: Path, name: str) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        try:  # which also says so where its folder takes no files
+        try:  # does the lock fail because the folder is not writable?
             file.touch()
         except OSError:
             raise ValueError(f"{name} cannot be written: {file.parent} takes no files; name another output.") from None
         holder = ""
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the other process may have just finished
             holder = file.read_text()
         raise ValueError(
             f"{name} is being written by {holder or 'another process'}; wait until it has ended, or name another "

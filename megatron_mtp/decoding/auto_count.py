@@ -186,11 +186,11 @@ class AutoK:
             self._forget_times()
             return self._few, TRIAL_STEPS - 1
         if not self._draft and self._behind > max(self._left, 1):
-            return 0, 0  # they end soon, and it is not known yet what drafts gain
+            return 0, 0  # they end soon, and the benefit of drafts is still unknown
         if self._steps < len(FIRST_STEPS):
             return self._few * FIRST_STEPS[self._steps], 0
         if not self._draft:
-            return self._few, 0  # the first draft's time is that of its catching up
+            return self._few, 0  # the first drafting step also includes catching up on the prompt
         if self._steps > self._timed_at[0] + PLAIN_AGAIN:
             return 0, PLAIN_STEPS - 1
         if best := self._best(self.rates()):
@@ -198,9 +198,9 @@ class AutoK:
             self._span = min(2 * self._span + 1, MOST_HELD) if best == self._count else TRIED_STEPS - 1
             return best, self._span
         if self._behind > 1 and self._best(self.rates(caught_up=True)):
-            return 0, TRIED_STEPS - 1  # drafts do pay, but not for these sequences
+            return 0, TRIED_STEPS - 1  # drafting helps, but not for these sequences
         if self._steps > self._timed_at[0] + PLAIN_STEPS:
-            return 0, PLAIN_STEPS - 1  # plain steps may have become slower too
+            return 0, PLAIN_STEPS - 1  # plain steps may have become slower as well
         self.rests = True
         return 0, self._pause - 1
 
@@ -222,7 +222,7 @@ class AutoK:
 
     def _missing_seconds(self) -> float:
         """Return how many more seconds of plain decoding it takes until another draft costs at most `SHARE` of all."""
-        lost = self._drafting - self._worth * _usual(self._target[0])  # beyond plain decoding to the same tokens
+        lost = self._drafting - self._worth * _usual(self._target[0])  # beyond plain decoding of the same tokens
         return (lost + self._price()) / SHARE - self._elapsed
 
     def _price(self) -> float:

@@ -37,7 +37,7 @@ from megatron_mtp.model.trunk_output import AttentionInputs
 from megatron_mtp.spec.registry import Registry
 
 
-class Unfit(Exception):  # noqa: N818 - no error, but an answer
+class Unfit(Exception):  # noqa: N818 - control flow, not an error
     """Raised when a backend does not support this model."""
 
 
@@ -323,7 +323,7 @@ def _merge(mtp: Any, product: Callable[[Tensor], Multiply]) -> Callable[[Tensor,
 
     None for others.
     """
-    if not hasattr(mtp, "eh_proj"):  # an EAGLE-3 drafter merges in its own way, parallel heads and blocks do not
+    if not hasattr(mtp, "eh_proj"):  # EAGLE-3 drafters have their own merge; parallel heads and blocks have none
         merges: Callable[[Tensor, Tensor], Tensor] | None = getattr(mtp, "merge", None)
         return merges
     multiply, enorm, hnorm = product(mtp.eh_proj.weight), short_norm(mtp.enorm), short_norm(mtp.hnorm)

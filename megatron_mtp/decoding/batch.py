@@ -169,7 +169,7 @@ class PrefillBatch:
         if most:
             ends = [seq.run + count for seq, count in each]
             first_B, live_BR = self._tensor(ends) - most, None
-            if any(seq.run and count < most for seq, count in each):  # rows in front of these have run
+            if any(seq.run and count < most for seq, count in each):  # earlier rows have already run
                 place_BR = first_B.unsqueeze(1) + torch.arange(most, device=first_B.device)
                 live_BR = place_BR >= self._tensor([seq.run for seq in self.seqs]).unsqueeze(1)
             window = min(rounded(max(ends), sequences.shapes.few), sequences.capacity)
@@ -230,7 +230,7 @@ class DecodeBatch:
     def __init__(self, seqs: list[Sequence], sequences: Sequences, kept: KeptTensors) -> None:
         self.sequences, self.method, self._kept = sequences, seqs[0].method, kept
         self._auto: AutoK | None = None
-        self._timed: tuple[AutoK, int] | None = None  # K of the last step, if its time is one of those to come
+        self._timed: tuple[AutoK, int] | None = None  # K of the last step, if its time is still to be learned
         self._graphed: GraphedStep | None = None
         self._rows: list[Sequence] = seqs
         self._select([*range(len(seqs))])
@@ -293,7 +293,7 @@ class DecodeBatch:
 
     def learn(self, seconds: float) -> None:
         """Report the last step's time to automatic K, including the engine's own work: a larger K needs fewer steps."""
-        if self._timed is not None:  # by now the batch may be of another size
+        if self._timed is not None:  # the batch may have changed size since then
             auto, count = self._timed
             auto.learn(count, self.stats, seconds - self.stats.drafter_seconds - self.stats.target_seconds)
 

@@ -105,7 +105,7 @@ class BlockManager:
 
         Known blocks keep their rows as long as possible.
         """
-        for block in reversed(held.blocks):  # the end of a sequence is forgotten before its beginning
+        for block in reversed(held.blocks):  # forget a sequence's end before its beginning
             self._uses[block] -= 1
             if self._uses[block] == 0 and block in self._known_block:
                 self._kept[block] = None
@@ -144,7 +144,7 @@ class BlockManager:
             for block, known in reversed([*zip(held.blocks, held.known, strict=False)][: max(complete, 0)]):
                 if cache in known.caches:
                     break
-                if block == known.block:  # else it is another sequence's, which may not have run these rows
+                if block == known.block:  # otherwise another sequence owns the block and may not have run these rows
                     known.caches.add(cache)
 
     def seen_of(self, held: BlockTable) -> dict[int, int]:
@@ -170,7 +170,7 @@ class BlockManager:
 
     def _take(self) -> int:
         if self._unused:
-            block = heappop(self._unused)  # sequences that come together have blocks that follow one another
+            block = heappop(self._unused)  # the lowest number: sequences that arrive together get adjacent blocks
         else:
             block, _ = self._kept.popitem(last=False)
             del self._known[self._known_block.pop(block).key]

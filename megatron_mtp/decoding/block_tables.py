@@ -100,7 +100,7 @@ def _run(numbers: tuple[int, ...]) -> slice | None:
 def write_rows(memory_NGSC: Tensor, new_BGRC: Tensor, places: Places) -> None:
     """Write rows at their places."""
     block_Bx, slot_BR = places
-    if memory_NGSC.size(1) == 1:  # as of states: whole rows, which are copied several times as fast
+    if memory_NGSC.size(1) == 1:  # such as states: copying whole rows is several times as fast
         rows_X = (block_Bx * memory_NGSC.size(2) + slot_BR).flatten()
         memory_NGSC.view(-1, memory_NGSC.size(3)).index_copy_(0, rows_X, new_BGRC.flatten(0, 2))
         return

@@ -96,9 +96,9 @@ def attended(
         mask_B1RW = pad(mask_B1RW, (0, 1))
     batch, heads, rows, channels = query_BNRC.shape
     groups, value_channels = key_BGWC.size(1), value_BGWC.size(3)
-    if heads != groups:  # the query heads of a group become further rows of one head
+    if heads != groups:  # grouped queries: treat the query heads of a group as additional rows of one head
         query_BNRC = query_BNRC.reshape(batch, groups, heads // groups * rows, channels)
-    if value_channels != channels:  # unequal channels would keep torch from its fast kernels
+    if value_channels != channels:  # torch's fast kernels need equal widths
         value_BGWC = pad(value_BGWC, (0, channels - value_channels))
     with _own_kernels(query_BNRC):
         made = scaled_dot_product_attention(query_BNRC, key_BGWC, value_BGWC, attn_mask=mask_B1RW, scale=scale)
@@ -187,7 +187,7 @@ def attach(layers: Iterable[Any], scope: Scope, positions: int) -> None:
                 "draft with another model."
             )
         sink_N = getattr(attention.core_attention, "softmax_offset", None)
-        # from the configuration: TE's core attention does not keep the factor of its scores
+        # read from the configuration, because TE's core attention does not store its scale
         is_latent = isinstance(attention, MultiLatentAttention)
         scale = attention.softmax_scale if is_latent else config.softmax_scale
         scale = config.kv_channels**-0.5 if scale is None else scale
@@ -222,7 +222,7 @@ class LatentAttention(CachedAttention):
 
     def __init__(self, core: CachedAttention, up: Latents, heads: int, key_channels: int) -> None:
         super().__init__(core.scope, core.layer, core.scale, window=core.window)
-        self._up = (up,)  # a module of the attention, and none of its core
+        self._up = (up,)  # in a tuple, so that torch does not register it as a submodule
         self.heads, self.key_channels = heads, key_channels
 
     @property

@@ -74,7 +74,7 @@ class Key:
 
     def check(self, value: object) -> None:
         """Raise ValueError for a value that is not allowed."""
-        # JSON has no float 1 and no tuples, and Python counts booleans as integers.
+        # JSON has no tuples and may write 1.0 as 1, and in Python a bool is an int.
         found: Any = tuple[int, ...] if isinstance(value, tuple) and {int} >= {*map(type, value)} else type(value)
         if found not in self.kinds and not (found is int and float in self.kinds):
             words = " or ".join(_KINDS[kind] for kind in self.kinds)
@@ -196,7 +196,7 @@ VERIFIERS: Registry[Any] = Registry(
 """Acceptance rules, each a `Verifier`, in the same form."""
 
 
-# --- as vLLM spells them: vllm/config/speculative.py of 0.33 ----------------------------------------------------------
+# --- vLLM's names: vllm/config/speculative.py of 0.33 ----------------------------------------------------------------
 
 _FAMILIES = (
     "bailing_hybrid bailing_hybrid_v3 deepseek dots3_note ernie exaone4_5 exaone_moe gemma4 glm4_moe glm4_moe_lite "

@@ -135,7 +135,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal way
         try:
             return way(*given)
-        except Exception as error:  # of inductor, Triton, a driver: of any kind
+        except Exception as error:  # inductor, Triton and drivers raise any type
             if way is function:
                 raise
             _logger.warning("torch.compile fails, so decoding is slower: %s", f"{error}"[:300])

@@ -78,7 +78,7 @@ class Engine:
         self._methods: dict[DraftingKind, Method] = {}
         self._added = self.policy_version = 0
         self.is_torn = False
-        if self.max_length < 2:  # a token of a prompt, and a new one
+        if self.max_length < 2:  # a prompt token and a new token
             raise ValueError(
                 f"the cache has {self.scheduler.longest} slots, and a step of '{self.speculative.method}' takes them "
                 "all; give the cache more, or draft less."
@@ -121,7 +121,7 @@ class Engine:
                     batch.learn(ended - began)
                 began = ended
             except Exception as error:
-                ranks = self.runner.model.config.tensor_model_parallel_size  # which may differ in what has failed
+                ranks = self.runner.model.config.tensor_model_parallel_size  # errors may differ between ranks
                 if not self.settings.contains_errors or isinstance(error, torch.AcceleratorError) or ranks > 1:
                     raise
                 _logger.exception("a step of the requests %s has failed", sorted(known))
@@ -197,7 +197,7 @@ def warm_up(engine: Engine) -> None:
                 engine.add(Request([number % runner.vocab_size], tokens, sampling, seed=number))
                 while engine.load.waiting:
                     engine.step()
-        except ValueError:  # the verifier is for greedy sequences alone, or for sampled ones
+        except ValueError:  # the acceptance rule supports only greedy or only sampled sequences
             continue
         while engine.busy:
             engine.step()
@@ -229,7 +229,7 @@ def blocks_in(gib: float, running: int, runner: Runner, drafter: Runner | None =
         ValueError: not even one block fits.
     """
     each, states = block_bytes(runner, drafter), running * entry_bytes(runner, drafter)
-    blocks = int((gib * 2**30 - states) / each) - 1  # one belongs to no sequence
+    blocks = int((gib * 2**30 - states) / each) - 1  # one block is reserved and belongs to no sequence
     if blocks < 1:
         least = (2 * each + states) / 2**30
         beside, fewer = (f" in addition to the states of {running} sequences", ", or run fewer") if states else ("", "")
@@ -247,7 +247,7 @@ def blocks_for(running: int, runner: Runner, drafter: Runner | None = None, posi
     Args:
         positions: tokens per sequence; None for all of the model's positions.
     """
-    each = -(-(positions or runner.positions) // BLOCK) + 1  # and the drafts behind the last position
+    each = -(-(positions or runner.positions) // BLOCK) + 1  # includes drafts beyond the last position
     return min(running * each, blocks_in(default_cache_gib(runner.device), running, runner, drafter))
 
 
@@ -335,7 +335,7 @@ def _generated(engine: Engine, requests: list[Request], emit: Callable[[Update],
             if emit is not None and (update.tokens or update.finish):
                 emit(replace(update, request=number))
     if wants_few_shapes(engine.runner.device):
-        engine.runner.kept = engine  # with the steps that it has recorded
+        engine.runner.kept = engine  # keeps its recorded CUDA graphs
     return Generated(token_ids, engine.stats, found)
 
 
@@ -346,7 +346,7 @@ def _engine_for(runner: Runner, requests: list[Request], drafter: Runner | None)
     positions = runner.positions
     slots = max(min(len(one.prompt) + one.max_new_tokens, positions) for one in requests) + method.slots
     running, slots = len(requests), rounded(max(slots, min(MIN_KEPT_SLOTS, positions) if few else 0), few)
-    kept, runner.kept = runner.kept, None  # a call within this one has memory of its own, as one after an error
+    kept, runner.kept = runner.kept, None  # a nested call, or a call after an error, allocates its own memory
     if isinstance(kept, Engine):
         had = kept.settings
         if kept.drafter is drafter and had.running >= running and had.block_size > slots:
@@ -354,7 +354,7 @@ def _engine_for(runner: Runner, requests: list[Request], drafter: Runner | None)
             return kept
         running, slots = max(running, had.running), max(slots, had.block_size - 1)
     del kept
-    sizes = running, running, running, slots + 1, slots, CHUNK * running  # one block for each sequence
+    sizes = running, running, running, slots + 1, slots, CHUNK * running  # one block per sequence
     settings = EngineSettings(*sizes, reuse=False, contains_errors=False)
     return Engine(runner, settings, drafter=drafter)
 

@@ -30,13 +30,13 @@ COPIES = 3
 """How often a gathered weight moves through memory: read, written and read again."""
 
 KNOWN = frozenset(
-    # of the router, whose functions are Megatron's
+    # router settings, implemented by Megatron's functions
     "moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor "
     "moe_router_score_function moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate "
     "moe_router_topk_limited_devices moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff "
-    # of the shared experts, which are Megatron's module, and sizes
+    # shared experts, which are Megatron's module, and sizes
     "moe_shared_expert_intermediate_size moe_shared_expert_gate moe_ffn_hidden_size moe_layer_freq "
-    # of how rows come to their experts, and of training
+    # dispatch of rows to experts, and training
     "moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion moe_token_drop_policy moe_layer_recompute "
     "moe_per_layer_logging moe_hybridep_num_sms_preprocessing moe_flex_dispatcher_backend".split()
 )
@@ -67,17 +67,17 @@ class StaticExperts(StandIn):
             return self.own(hidden_SBH)
         probs_TK, index_TK = self._routed(hidden_SBH)
         gathers = COPIES * index_TK.numel() < len(self.first_EFH)
-        if gathers:  # one product of each row with its K experts
+        if gathers:  # multiply each row by its K experts
             given_XYH, probs_XYK1 = hidden_SBH.view(rows, 1, -1), probs_TK.view(rows, 1, -1, 1)
             first_XKFH, second_XKFH = self.first_EFH[index_TK], self.second_EFH[index_TK]
-        else:  # one product of all rows with all experts
+        else:  # multiply all rows by all experts
             probs_TE = probs_TK.new_zeros(rows, len(self.first_EFH)).scatter_(1, index_TK, probs_TK)
             given_XYH, probs_XYK1 = hidden_SBH.view(1, rows, -1), probs_TE.view(1, rows, -1, 1)
             first_XKFH, second_XKFH = self.first_EFH.unsqueeze(0), self.second_EFH.unsqueeze(0)
         wide_XYKF = torch.bmm(given_XYH, first_XKFH.flatten(1, 2).mT).unflatten(2, (probs_XYK1.size(2), -1))
         inner_XYKF = (self._activated(wide_XYKF) * probs_XYK1).to(hidden_SBH.dtype)
         if not gathers:
-            inner_XYKF = inner_XYKF.masked_fill(probs_XYK1 == 0, 0)  # 0 times what overflows were NaN
+            inner_XYKF = inner_XYKF.masked_fill(probs_XYK1 == 0, 0)  # 0 times an overflow would be NaN
         factors = inner_XYKF.flatten(2), second_XKFH.flatten(1, 2)
         shared_SBH = self.own.shared_experts_compute(hidden_SBH)
         made = torch.bmm(*factors) if shared_SBH is None else torch.baddbmm(shared_SBH.view_as(given_XYH), *factors)

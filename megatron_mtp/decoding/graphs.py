@@ -61,7 +61,7 @@ def record_on_cuda(step: Callable[[], StepOutput], pool: Any) -> Recorded:
         with torch.cuda.graph(graph, pool=pool):
             output = step()
     finally:
-        torch.cuda.set_stream(stream)  # a recording that fails leaves its own stream behind
+        torch.cuda.set_stream(stream)  # a failed capture leaves its own stream current
     return Recorded(graph.replay, output, graph.pool())
 
 
@@ -99,7 +99,7 @@ class GraphedStep:
         recorded = graphs.pop(key) or self._recorded(count)
         if recorded is None:
             return self._step(count)
-        graphs[key] = recorded  # now the last, and the first are those that were not used for longest
+        graphs[key] = recorded  # keeps the dict in order of last use
         for unused in list(graphs)[:-MAX_GRAPHS]:
             del graphs[unused]
         recorded.replay()
@@ -111,7 +111,7 @@ class GraphedStep:
         pool = next((one.pool for one in self._graphs.values() if one is not None), None)
         try:
             return self._record(lambda: self._step(count), pool)
-        except Exception as error:  # of CUDA, of a library's kernel: of any kind
+        except Exception as error:  # CUDA and kernels of libraries raise any type
             logger.warning("steps are not recorded as CUDA graphs, so decoding is slower: %s", f"{error}"[:300])
             self.failed = True
             return None

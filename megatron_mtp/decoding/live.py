@@ -39,7 +39,7 @@ class LiveRunner:
         config.draft_vocabulary = model.mtp.draft_vocabulary
         config.true_vocab_size = model.mtp_attached.true_vocab_size
         own = build(config)
-        self._places = dict(_places(own))  # before the runner puts recurrent layers into modules of other names
+        self._places = dict(_places(own))  # read before the runner moves recurrent layers to modules with other names
         self._share()
         self._runner = Runner(own)
 

@@ -163,8 +163,8 @@ def load_checkpoint(
     model = build(of_model)
     fill(model, reader)
     model.cuda()
-    model.config.params_dtype = dtype or stored_dtype  # from which Mamba layers read the type of their input
-    for weight in model.parameters():  # buffers, such as the biases of experts, stay as they are
+    model.config.params_dtype = dtype or stored_dtype  # Mamba layers take their input's dtype from it
+    for weight in model.parameters():  # buffers, such as expert biases, keep their dtype
         weight.data = weight.data.to(dtype or stored_dtype)
     tokenizer = run_tokenizer(args, iteration.parent)
     known = None if tokenizer is None or vocab_size is not None else read_tokenizer(tokenizer, trust_remote_code)
@@ -191,7 +191,7 @@ def drafting_config(stored: Namespace, dtype: torch.dtype, name: str) -> MTPMode
             --expert-model-parallel-size.
     """
     ranks, spread = torch.distributed.get_world_size(), parallel_state.get_expert_model_parallel_world_size()
-    with contextlib.redirect_stdout(io.StringIO()):  # Megatron lists all arguments
+    with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all arguments
         args = completed(stored)
     if ranks > 1 and args.num_experts and args.add_bias_linear:
         raise ValueError(f"{name} has experts with biases, which Megatron does not cut over {ranks} ranks; start one.")

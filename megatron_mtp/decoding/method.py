@@ -63,7 +63,7 @@ def parse_config(text: str) -> SpeculativeConfig:
     """
     try:
         given = json.loads(text)
-    except (ValueError, RecursionError) as error:  # also for a number of thousands of digits
+    except (ValueError, RecursionError) as error:  # ValueError also for integers of thousands of digits
         raise ValueError(f"--speculative-config is not JSON ({error}); {_EXAMPLE}") from error
     if not isinstance(given, dict):
         raise ValueError(f"--speculative-config is {text}, not a JSON object; {_EXAMPLE}")

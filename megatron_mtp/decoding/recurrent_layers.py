@@ -349,7 +349,7 @@ class CachedRecurrence(StandIn):
     def run_all(self, mixed_SBC: Tensor, steps_SBC: Tensor) -> Tensor:
         """Run the rows of the forward pass, [S, B, H * P]."""
         rows = self.scope.rows
-        if rows.padded is not None:  # a state must not go on from one sequence to the next
+        if rows.padded is not None:  # each sequence of a packed batch starts from its own state
             mixed_SBC, steps_SBC = rows.unpacked(mixed_SBC, 1, 0), rows.unpacked(steps_SBC, 1, 0)
         mixed_BSC, steps_BSC = mixed_SBC.transpose(0, 1), steps_SBC.transpose(0, 1)
         recurrence = recurrence_of(self.scope.cache, mixed_SBC.device)

@@ -165,5 +165,5 @@ class Load:
     expected: tuple[float, ...] = ()
 
 
-class QueueFull(Exception):  # noqa: N818 - named like queue.Full
+class QueueFull(Exception):  # noqa: N818 - named after queue.Full
     """Raised when the engine's queue of waiting requests is full."""

@@ -212,7 +212,7 @@ class Runner:
                 kind = CachedMamba if isinstance(own, MambaMixer) else CachedDelta
                 setattr(layer, place, made := kind(own, self._scope, len(states)))
                 states.append(made.sizes)
-            elif not isinstance(own, IdentityOp):  # an MLP or experts alone
+            elif not isinstance(own, IdentityOp):  # not a layer with only an MLP or experts
                 attending.append(layer)
         attach(attending, self._scope, self.positions + SLOTS_BEYOND_POSITIONS)
         return Keeping(sum(_kept_numbers(layer.config) for layer in attending), states)
@@ -257,7 +257,7 @@ class Runner:
     def _make_draft_head(self) -> tuple[Callable[[Tensor], Tensor], int]:
         """Return the function from an MTP layer's or drafter's states to logits, and the number of drafted tokens."""
         model, draft_vocabulary = self.model, self.attached.draft_vocabulary
-        if self.attached.drafter is not None:  # its head has a norm before it, and may have rows of its own
+        if self.attached.drafter is not None:  # its output layer has a norm before it, and may have its own rows
             layer, tokens_N = model.mtp.layer, model.mtp.draft_vocabulary
             if tokens_N is None or layer.head is None:
                 return lambda state_SBH: self._head(layer.norm(state_SBH)), self.vocab_size

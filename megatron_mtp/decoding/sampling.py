@@ -77,7 +77,7 @@ class Sampling:
         if 0 < self.top_k < logits.size(-1):
             kth = logits[..., self.top_k - 1, None] if order is not None else logits.topk(self.top_k).values[..., -1:]
             logits.masked_fill_(logits < kth, -torch.inf)
-        if self.top_p < 1:  # a token stays if more likely ones hold less than top_p together (arXiv:1904.09751)
+        if self.top_p < 1:  # keep a token if the more likely ones sum to less than top_p (arXiv:1904.09751)
             mass = logits.softmax(dim=-1).cumsum(dim=-1)
             logits[..., 1:].masked_fill_(mass[..., :-1] >= self.top_p, -torch.inf)
         if self.min_p > 0:  # arXiv:2407.01082
@@ -153,7 +153,7 @@ def penalized(
     """
     if penalties == NO_PENALTIES:
         return logits_RV
-    logits_RV = _float32_or_better(logits_RV)  # bfloat16 cannot count to 257
+    logits_RV = _float32_or_better(logits_RV)  # counts above 256 are not exact in bfloat16
     emitted_RV = _counts(tokens[prompt:], logits_RV) + (0 if drafted_RV is None else drafted_RV)
     if penalties.bias:
         biased, values = zip(*penalties.bias, strict=True)

@@ -80,12 +80,12 @@ class Scheduler:
         self.settings = settings
         self.has_states = runner.recurrent_trunk or runner.recurrent_depths
         self.has_states |= drafter is not None and drafter.recurrent_trunk
-        self._reuses = settings.reuse and not self.has_states  # which are a whole sequence's, not its beginnings'
+        self._reuses = settings.reuse and not self.has_states  # prefixes have no recurrent states to share
         self.positions = min(runner.positions, settings.positions or runner.positions)
         size, slots = settings.block_size, settings.slots or self.positions + SLOTS_BEYOND_POSITIONS
         self.longest = min(slots, settings.blocks * size)
-        length = -(-(self.longest + 1) // size)  # and the scratch slot
-        spare = int(length > 1)  # block 0, which places of a table without a block name
+        length = -(-(self.longest + 1) // size)  # plus the scratch slot
+        spare = int(length > 1)  # block 0, used by table entries without a block
         table_BL = torch.zeros(0, length, dtype=torch.long, device=runner.device)
         self._tables = BlockTables(table_BL, settings.blocks + spare, size, kept_entries=settings.running)
         self.block_manager = BlockManager(settings.blocks, size, runner.depths, spare)
@@ -200,7 +200,7 @@ class Scheduler:
         for seq in sorted(short, key=lambda one: one.number):
             before = len(seq.block_table.blocks)
             if seq.number in self.waiting:
-                continue  # it was put back for an older one
+                continue  # already preempted in favor of an older sequence
             while not self._extend(seq, seq.block_table):
                 youngest = self.seqs[max(set(self.seqs) - set(self.waiting))]
                 self.put_back(youngest)
@@ -217,7 +217,7 @@ class Scheduler:
     def _wait_again(self, seq: Sequence) -> None:
         """Put a sequence that is in no batch back in the queue."""
         self.free(seq)
-        seq.progress = Progress(guesses=seq.progress.guesses)  # its rows are gone
+        seq.progress = Progress(guesses=seq.progress.guesses)  # its cache rows have been freed
         seq.run = 0
         if not seq.has_begun:
             seq.prompt_logprobs = []

@@ -221,7 +221,7 @@ class Sequences:
             self._grow(one_B)
             return StepOutput(draft, token_B1, one_B)
         tokens_BN, accepted_B = draft.tokens_BN, verdict.accepted_B
-        if not draft.is_chain:  # the rows of the path move together
+        if not draft.is_chain:  # move the rows of the accepted path together
             path_BR = verdict.kept_BR.int().argsort(dim=1, descending=True, stable=True)
             tokens_BN = tokens_BN.gather(1, (path_BR[:, 1:] - 1).clamp(min=0))
             newest_B1, live_B1 = self.newest_B.unsqueeze(1), self.live_B.unsqueeze(1)
@@ -281,7 +281,7 @@ class KeptTensors:
         key = kind, len(sequences.token_ids)
         if key not in self._kept:
             self._kept[key] = {name: tensor.clone() for name, tensor in own.items()}, tables.table_BL.clone(), {}
-        kept, table_BL, graphs = self._kept[key] = self._kept.pop(key)  # now the last
+        kept, table_BL, graphs = self._kept[key] = self._kept.pop(key)  # keeps the dict in order of last use
         for unused in list(self._kept)[:-MAX_KEPT_BATCHES]:
             del self._kept[unused]
         for name, tensor in kept.items():

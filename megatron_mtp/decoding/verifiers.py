@@ -147,7 +147,7 @@ def block(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     total_BR = rest_BRV.sum(dim=-1)
     h_BR = total_BR / (total_BR + 1 - pi_BR).clamp(min=1e-300)
     passes_BN = (round.noise.uniform(VERIFY, draft.nodes) < h_BR[:, 1:]) & valid_BN
-    # Position i is kept if any position from i on passes.
+    # Keep position i if any position from i on passes.
     kept_BN = passes_BN.flip(1).cumsum(dim=1).flip(1) > 0
     kept_BR = torch.cat([torch.ones_like(kept_BN[:, :1]), kept_BN], dim=1) if draft.nodes else p_BRV[:, :, 0] >= 0
     last_B = kept_BR.sum(dim=1) - 1
@@ -205,7 +205,7 @@ def solve_rho(p: Tensor, q: Tensor, count: Tensor) -> Tensor:
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         beta = _beta(p, q, middle)
-        above = 1 - (1 - beta) ** count > middle * beta  # falls as rho grows
+        above = 1 - (1 - beta) ** count > middle * beta  # decreases as rho grows
         low, high = torch.where(above, middle, low), torch.where(above, high, middle)
     return (low + high) / 2
 
@@ -227,7 +227,7 @@ def _of_rows(draft: Draft, p_BRV: Tensor) -> tuple[Tensor, Tensor]:
     q_BNV = draft.distributions(p_BRV)
     parents_BN, valid_BN = draft.parents(), draft.valid()
     count_BR = torch.zeros_like(p_BRV[:, :, 0]).scatter_add_(1, parents_BN, valid_BN.to(p_BRV))
-    # Siblings share one q, so it does not matter which of them is written.
+    # Siblings share one q, so it does not matter whose is written.
     source_BNV = torch.where(valid_BN.unsqueeze(-1), q_BNV, 0.0)
     index_BNV = parents_BN.unsqueeze(-1).expand_as(source_BNV)
     return torch.zeros_like(p_BRV).scatter_reduce_(1, index_BNV, source_BNV, "amax"), count_BR
@@ -262,7 +262,7 @@ def chosen(values_BV: Tensor, token_B: Tensor) -> Tensor:
     return values_BV.gather(1, token_B.unsqueeze(1)).squeeze(1)
 
 
-# ---- rules that change the distribution
+# ---- rules that change the output distribution
 
 
 @dataclass(frozen=True)

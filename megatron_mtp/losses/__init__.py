@@ -2,7 +2,7 @@
 
 table.py                 LOSSES: the table by `--mtp-loss` name, a class and a row each, without importing torch
 token_loss.py            TokenLoss: the interface of a loss, with its declared needs; ce
-paced.py                 dpace, cross-entropy weighted by the drafts that are expected to be accepted
+paced.py                 dpace, cross-entropy weighted by the expected number of accepted drafts
 distillation.py          losses against the trunk's distribution: kd; tv, nla and lk, based on the acceptance rate of
                          sampled drafts; e2e_tv, based on the accepted length of all depths together
 mix.py                   mix, a weighted sum of other losses

@@ -1,13 +1,13 @@
 """Acceptance of drafts: what a verifier would do with them, counted in training and evaluation.
 
-At position i depth d drafts t_{i+d+1}, which the trunk predicts at position i + d. Greedy: a draft is accepted if
-both argmaxes agree and the earlier depths were accepted at this position. Sampled: a draft from q is accepted with
-probability sum_v min(p, q), with p the trunk's distribution (Leviathan et al., arXiv:2211.17192, section 3.2).
+At position i, depth d drafts t_{i+d+1}, which the trunk predicts at position i + d. Greedy: a draft is accepted if
+both argmaxes agree and all earlier depths were accepted at this position. Sampled: a draft from q is accepted with
+probability sum_v min(p, q), where p is the trunk's distribution (Leviathan et al., arXiv:2211.17192, section 3.2).
 
-With a draft vocabulary q is over its tokens, and p over all.
+With a draft vocabulary, q covers its tokens and p covers all tokens.
 
-Positions are taken in chunks, as in the losses, so that all logits are never in memory at once. A chunk of positions
-0 1 2 and two depths needs the trunk's logits at 1 2 3 4, which are computed once for both depths.
+Logits are computed in chunks of positions, as in the losses, so they are never all in memory. A chunk of positions
+0 1 2 with two depths needs the trunk's logits at 1 2 3 4, computed once for both depths.
 
 Letters in names: D depths, S sequence, B batch, H hidden, T positions of this rank and copies from other ranks, V this
 rank's slice of the vocabulary, C positions of a chunk, L the later positions that they need.

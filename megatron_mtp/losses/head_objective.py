@@ -127,8 +127,8 @@ class HeadObjective:
         """
         head, depth_hidden, confidence_DSB = drafted.head, drafted.hidden, drafted.confidence_DSB
         batch = self._counted(head, drafted.batch)
-        kept_S, share, positions = None, 1.0, batch.positions_S.numel() * self.cp_group.size()  # kept: on the host
-        if (kept := self.kept_positions(positions)) is not None:  # of all ranks
+        kept_S, share, positions = None, 1.0, batch.positions_S.numel() * self.cp_group.size()  # on the CPU
+        if (kept := self.kept_positions(positions)) is not None:  # the same positions on all ranks
             kept_S = torch.isin(batch.positions_S, kept).nonzero()[:, 0]
             share = kept.numel() / positions
         teacher = self._teacher(trunk_SBH, head, later)
@@ -137,7 +137,7 @@ class HeadObjective:
         if teacher is not None and later is not None:
             where_DS = torch.stack([later.where(depth) for depth in range(1, len(depth_hidden) + 1)])
             rows_B1 = torch.arange(labels_DBS.size(1)).unsqueeze(1)
-            taught_DBS = len(rows_B1) * _chosen(where_DS, kept_S).unsqueeze(1) + rows_B1  # in the rows of [S, B]
+            taught_DBS = len(rows_B1) * _chosen(where_DS, kept_S).unsqueeze(1) + rows_B1  # rows of the flattened [S, B]
         scale_D = depth_scales(batch.whole_tokens, self.depth_weights, self.per_token)
         overlap_DBS = None if confidence_DSB is None else torch.zeros_like(mask_DBS)
         rows, vocabulary, biased = head.draft_weight, head.vocabulary(drafts=True), head.bias_rows
@@ -206,18 +206,18 @@ def _chosen(values: Tensor, kept_S: Tensor | None, dim: int = -1) -> Tensor:
     return values if kept_S is None else values.index_select(dim, to_device(kept_S, values.device))
 
 
-# --- one scalar from the trunk's and the depths' sums of losses ------------------------------------------------------
+# --- one scalar from the losses of trunk and MTP layers --------------------------------------------------------------
 #
-# By default Megatron's schedule divides this scalar by the microbatch's count of tokens. With
-# `--calculate-per-token-loss` it divides every gradient by the count of the global batch. So the scalar is
+# By default Megatron's schedule divides this scalar by the microbatch's token count. With `--calculate-per-token-loss`
+# it divides every gradient by the token count of the global batch. So the scalar is
 #
 #     default     sum_main + sum_d w_d T sum_d / T_d     then divided by T
 #     per token   sum_main + sum_d w_d sum_d             then divided by the global T
 #
-# with w_d = lambda / D (times the depth's own weight), T the main tokens and T_d those of depth d. The second is the
-# paper's normalizer (arXiv:2412.19437, eq. 24 divides every depth by T), and does not depend on how a global batch is
-# cut. Under context parallelism every rank has a part of the sums, and T and T_d are counts of the whole microbatch, so
-# the ranks' scalars add up to that of the microbatch. An empty mask gives loss 0 and gradient 0.
+# where w_d = lambda / D (times the weight of depth d), T counts the main tokens, and T_d counts those of depth d. The
+# second is the paper's normalization (arXiv:2412.19437, eq. 24 divides every depth by T); it does not depend on how the
+# global batch is split into microbatches. Under context parallelism each rank holds partial sums, while T and T_d count
+# the whole microbatch, so the ranks' scalars add up to the microbatch's. An empty mask gives loss 0 and gradient 0.
 
 
 def depth_scales(whole_tokens: Tensor, weights: Sequence[float], per_token: bool) -> Tensor:
@@ -230,7 +230,7 @@ def depth_scales(whole_tokens: Tensor, weights: Sequence[float], per_token: bool
     """
     weight_D = whole_tokens.new_empty(len(weights))
     for weight_1, weight in zip(weight_D, weights, strict=True):
-        weight_1.fill_(weight)  # a copy from the host would wait for the GPU
+        weight_1.fill_(weight)  # filling from a Python number avoids a copy from the host, which would synchronize
     return weight_D if per_token else weight_D * whole_tokens[0].int() / whole_tokens[1:].clamp(min=1)
 
 

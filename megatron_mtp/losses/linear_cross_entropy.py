@@ -120,16 +120,16 @@ def linear_loss(
     """
     dims = hidden[0].dim() - 1
     states = [each.to(weight_VH.dtype) for each in hidden]
-    stacked = torch.stack(states, dims) if len(states) > 1 else states[0].unsqueeze(dims)  # a stack of one is a copy
+    stacked = torch.stack(states, dims) if len(states) > 1 else states[0].unsqueeze(dims)  # stacking one would copy it
     states_NH = stacked.flatten(0, dims)
-    if not torch.is_grad_enabled():  # autograd functions ignore no_grad, so detach here
+    if not torch.is_grad_enabled():  # a custom autograd function still saves tensors under no_grad, so detach here
         weight_VH, states_NH = weight_VH.detach(), states_NH.detach()
         bias_VR = None if bias_VR is None else bias_VR.detach()
     if teacher is not None:
         taught_by_VH = weight_VH if teacher.weight_VH is None else teacher.weight_VH
         teacher = Teacher(teacher.states_TH.detach(), taught_by_VH.detach())
     arguments = token_loss, targets, vocabulary, teacher, main_grad, weight_VH, states_NH, bias_VR
-    apply: Callable[..., tuple[Tensor, Tensor]] = _LinearLoss.apply  # torch types it from 2.15 on
+    apply: Callable[..., tuple[Tensor, Tensor]] = _LinearLoss.apply  # torch annotates it since 2.15
     return apply(*arguments)
 
 
@@ -274,7 +274,7 @@ class _Head:
         else:
             losses_N = self._losses_(product_NV, soft, labels_N, mask_N, scale_D, overlap_N)
         mask_ND = mask_N.view(-1, len(scale_D))
-        losses_ND = losses_N.view_as(mask_ND).masked_fill(mask_ND == 0, 0)  # whatever they are
+        losses_ND = losses_N.view_as(mask_ND).masked_fill(mask_ND == 0, 0)  # masked losses may be NaN or inf
         joined = self.token_loss.joined(losses_ND, mask_ND * scale_D)
         return torch.cat([joined.value_N.sum(0, keepdim=True), (mask_ND * joined.shown_ND).sum(0)])
 
@@ -388,10 +388,7 @@ def _logits(product_NV: Tensor, vocabulary: Vocabulary) -> Tensor:
     return vocabulary.mask_padding_(logits_NV)
 
 
-# --- sizes of the chunks in which logits are made --------------------------------------------------------------------
-#
-# So many positions that a chunk's logits fit a budget, or 256. A chunk of float32 logits is as large on every rank, so
-# that all ranks walk over the same chunks.
+# --- chunk sizes of the logits -------------------------------------------------------------------------------------
 
 CHUNK_BYTES = 64 * 2**20
 """Bytes of float32 logits of one chunk on a CPU; a larger chunk is not faster."""

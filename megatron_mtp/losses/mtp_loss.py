@@ -62,7 +62,7 @@ def trunk_states(model: torch.nn.Module, tokens_BS: Tensor, document_BS: Tensor 
         positions_S.expand(len(joined_BS), -1),
         None,  # no mask means causal attention
         packed_seq_params=packed,
-        output_processor=lambda stage: stage.hidden_SBH,  # without a batch, MTP layers do not run
+        output_processor=lambda stage: stage.hidden_SBH,  # no batch is passed, so the MTP layers do not run
     )
     return states if packed is None else states.view(len(tokens_BS), -1, states.size(-1)).transpose(0, 1)
 
@@ -156,7 +156,7 @@ def packed_rows(document_BS: Tensor, cuts_rows: bool) -> PackedSeqParams:
         raise ValueError(
             f"document_BS has {len(document_BS)} rows, which sequence parallelism cuts; join them to one row."
         )
-    changes_BS = document_BS.diff(dim=1, prepend=document_BS[:, :1] - 1) != 0  # a row begins a document too
+    changes_BS = document_BS.diff(dim=1, prepend=document_BS[:, :1] - 1) != 0  # every row starts a document
     starts = changes_BS.flatten().nonzero()[:, 0]
     offsets = pad(starts, (0, 1), value=document_BS.numel()).to(torch.int32)
     longest = int(offsets.diff().max())

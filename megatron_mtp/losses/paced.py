@@ -1,8 +1,8 @@
-"""dpace: cross-entropy, weighted by the number of drafts that are expected to be accepted (speculators).
+"""dpace: cross-entropy weighted by the expected number of accepted drafts (speculators).
 
     loss      sum_k W_k ce_k,   W_k = sum_(j >= k) r_1 .. r_j,   r = (1 + exp(-ce)) / 2
 
-The weights W count as constants in the gradient. A masked depth ends the chain, as a rejected draft does:
+The gradient treats the weights W as constants. A masked depth ends the chain, as a rejected draft does:
 
     probabilities of three labels   1    0    1      r   1  0.5  1        W   2  1  0.5
     the second is masked            1    -    1      r   1   0   1        W   1  0   0

@@ -54,7 +54,7 @@ def candidate_logits(states_NX: Tensor, tokens_NC: Tensor, head: Head) -> Tensor
     assert head.bias_rows is not None
     hidden = head.weight.size(1)
     local_NC, is_own_NC = _own(tokens_NC, head)
-    scores: Callable[..., Tensor] = _Scores.apply  # torch types it from 2.15 on
+    scores: Callable[..., Tensor] = _Scores.apply  # torch annotates it since 2.15
     unary_NC = scores(states_NX[:, :hidden], head.weight, local_NC) * head.logit_scale
     bias_NC = scores(states_NX[:, hidden:], head.bias_rows, local_NC)
     own_NC = (unary_NC + bias_NC).masked_fill(~is_own_NC, 0)

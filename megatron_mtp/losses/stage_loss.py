@@ -111,7 +111,7 @@ def loss_of_stage(
     """
     tokens_BS, labels_BS, loss_mask_BS = batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS
     document_BS, packed, normalizer = batch.document_BS, batch.packed, batch.normalizer
-    if not stage.config.fp32_residual_connection:  # Megatron's Float16Module has made all outputs float32
+    if not stage.config.fp32_residual_connection:  # Float16Module has converted the outputs to float32
         hidden_SBH = hidden_SBH.to(stage.head(detached=True).weight.dtype)
     if packed is not None and document_BS is None:
         document_BS = _documents(packed, tokens_BS)
@@ -131,7 +131,7 @@ def loss_of_stage(
     depths = depth_batch(shifted, head.depths, document_BS).at(own_S)
     depths = with_draws(depths, settings, (0, step), tokens_BS.size(1))
     is_apart = is_detached(stage.config) or settings.mtp_train_only or not hidden_SBH.requires_grad
-    with _fork_rng():  # dropout in MTP layers does not change the trunk's in its next forward
+    with _fork_rng():  # keep MTP dropout from changing the trunk's random state
         drafted = stage.drafted(head, hidden_SBH, depths, packed, tokens_BS.size(1), is_apart)
     return _loss(stage, settings, hidden_SBH, drafted, normalizer is not None, progress)
 
@@ -163,7 +163,7 @@ def _check_states(stage: Attachment, hidden_SBH: Tensor, tokens_BS: Tensor, posi
 
 
 def _check_labels(labels_BS: Tensor, loss_mask_BS: Tensor, vocab_size: int | None) -> None:
-    if vocab_size is None or labels_BS.device.type != "cpu":  # the host would wait for a GPU's labels
+    if vocab_size is None or labels_BS.device.type != "cpu":  # reading labels on a GPU would synchronize
         return
     strange = labels_BS[(labels_BS >= vocab_size) & (loss_mask_BS != 0)]
     if strange.numel():

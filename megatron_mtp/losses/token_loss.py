@@ -113,12 +113,12 @@ class TokenLoss(ABC):
 
 # --- ce: cross-entropy with label smoothing and z-loss, float32, vocabulary-parallel ---------------------------------
 #
-# With s the smoothing, z the weight of the z-loss (PaLM, arXiv:2204.02311, section 5), l the logits, L = logsumexp l:
+# With s the smoothing, z the z-loss weight (PaLM, arXiv:2204.02311, section 5), l the logits, and L = logsumexp l:
 #
 #     loss     = L - (1 - s) l_y - s mean_v l_v + z L^2
 #     gradient = (1 + 2 z L) softmax(l) - (1 - s) [v = y] - s / V
 #
-# With a draft vocabulary labels are numbers of its tokens, V is its size, and a label outside of it (-1) has loss 0 and
+# With a draft vocabulary, labels are indices into it, V is its size, and a label outside of it (-1) has loss 0 and
 # gradient 0.
 
 

@@ -138,7 +138,7 @@ def why_no_kernels() -> str | None:
 
         try:
             triton_kernels.trial[(1,)](torch.empty(1, device="cuda"))
-        except Exception as error:  # of a compiler, a driver or Triton: of any kind
+        except Exception as error:  # the compiler, the driver and Triton raise any type
             reason = why_no_launcher() or f"{type(error).__name__}: {error}"[:200]
     if reason is not None:
         logger.warning("the losses run without Triton's kernels, slower and in more memory: %s", reason)
@@ -147,7 +147,7 @@ def why_no_kernels() -> str | None:
 
 def losses_(token_loss: TokenLoss, given: Products) -> Tensor:
     """Compute losses in nats [N], float32. Overwrite the products with the gradient of the depths' scaled sums."""
-    scale_D = (given.scale_D * given.vocabulary.logit_scale).to(given.mask_N.dtype)  # the factor that products have
+    scale_D = (given.scale_D * given.vocabulary.logit_scale).to(given.mask_N.dtype)  # from products to logits
     given = replace(given, labels_N=given.labels_N.contiguous(), mask_N=given.mask_N.contiguous(), scale_D=scale_D)
     losses_N = torch.empty_like(given.mask_N)
     KERNELS[type(token_loss)](token_loss, given, losses_N)

@@ -40,7 +40,7 @@ def statistics(
         places = start + tl.arange(0, BLOCK)
         logits = _logits(products, columns, places, factor, TOKENS, GATHERED)
         new = tl.maximum(largest, tl.max(logits))
-        finite = tl.where(new == float("-inf"), 0.0, new)  # of blocks without any probability so far
+        finite = tl.where(new == float("-inf"), 0.0, new)  # all logits so far are -inf
         total = total * tl.exp(largest - finite) + tl.sum(tl.exp(logits - finite))
         plain += tl.sum(tl.where(places < TOKENS, logits, 0.0))
         largest = new

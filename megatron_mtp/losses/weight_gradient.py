@@ -85,7 +85,8 @@ def positions_beside_sum(positions: int, weight_VH: Tensor) -> int:
     least = LEAST_BYTES // (4 * entries)
     if positions < MANY * hidden:
         return max(hidden, least)
-    fourth = (positions + hidden) // 4  # of all logits and the weight's gradient; the sum and hidden gradients go off
+    # a quarter of the bytes of all logits and the weight gradient, less the total and the hidden gradients
+    fourth = (positions + hidden) // 4
     return max(fourth - hidden - positions * hidden // entries, least)
 
 
@@ -100,7 +101,7 @@ def add_product(total_XH: Tensor, left_XN: Tensor, right_NH: Tensor) -> None:
         for rows in _blocks(total_XH):
             if left_XN.dtype != torch.float16:
                 total_XH[rows] += left_XN[rows] @ right_NH
-            else:  # a product in float16 would overflow at frequent tokens, and lose the rare ones
+            else:  # a float16 product would overflow for frequent tokens and underflow for rare ones
                 total_XH[rows].addmm_(left_XN[rows].to(exact), right_NH.to(exact))
 
 
@@ -136,7 +137,7 @@ def scaled(gradient_XH: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
         return gradient_XH.mul_(upstream)
     scaled_XH = gradient_XH if is_last and gradient_XH.dtype == dtype else torch.empty_like(gradient_XH, dtype=dtype)
     for rows in _blocks(gradient_XH):
-        scaled_XH[rows] = gradient_XH[rows].to(upstream.dtype) * upstream  # bfloat16 would round it
+        scaled_XH[rows] = gradient_XH[rows].to(upstream.dtype) * upstream  # a bfloat16 product would round upstream
     return scaled_XH
 
 
@@ -170,5 +171,5 @@ def _accumulates(leaf: Tensor, node: Any) -> bool:
     (accumulator,) = (function for function, _ in node.next_functions if getattr(function, "variable", None) is leaf)
     try:
         return torch._C._will_engine_execute_node(accumulator)
-    except RuntimeError:  # autograd.grad() of the leaf itself
+    except RuntimeError:  # raised by autograd.grad() with respect to the leaf itself
         return False

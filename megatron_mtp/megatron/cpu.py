@@ -57,21 +57,21 @@ def installed() -> bool:
 
 def install() -> None:
     """Apply every substitution once. The environment may differ at every call, as in a fork."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asserts it for TP and CP
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asserts this for TP and CP
     for name, value in ONEDNN_CACHES.items():
         os.environ.setdefault(name, value)
     if installed():
         return
-    import torch._dynamo  # it catalogues torch's functions when imported, and must find the original ones
+    import torch._dynamo  # its import records torch's functions, so it must come before they are replaced
     from torch.utils._device import _device_constructors
 
-    _device_constructors()  # a catalogue as well, of what `with torch.device("meta")` applies to
+    _device_constructors()  # fill its cache, which `with torch.device("meta")` reads, before they are replaced
     torch_rows = [*_cuda_rows(), *_tensor_rows()]
     _replace_copies(torch_rows)
     _substitute(torch_rows)
-    _substitute(_megatron_rows())  # this imports Megatron, unless it was imported before
-    torch.compiler.set_stance("force_eager")  # for functions that torch.compile was called on before
-    # A GPU has a generator of its own for dropout, and a CPU does not; Megatron would warn of that at every use.
+    _substitute(_megatron_rows())  # imports Megatron if it is not imported yet
+    torch.compiler.set_stance("force_eager")  # for functions that torch.compile has already wrapped
+    # On a CPU there is no separate generator for dropout; Megatron would warn at every use.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
 

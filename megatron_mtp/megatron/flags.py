@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    # silent: 0 or less is not a count, or turns off what the flag asks for; crash: seq_length, recompute_num_layers and
-    # distributed_timeout_minutes end by a signal, never, or in frames of C++
+    # "silent": Megatron accepts the value without an error, and what then happens. "crash": it aborts. Here, silent: 0
+    # or less is no valid count, or disables the feature; crash: seq_length, recompute_num_layers and
+    # distributed_timeout_minutes end in a signal, a hang or a C++ traceback.
     (
         "1 or more",
         lambda number: number >= 1,
@@ -19,12 +20,12 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "kv_lora_rank v_head_dim qk_pos_emb_head_dim make_vocab_size_divisible_by eval_interval exit_interval "
         "exit_duration_in_mins eval_global_batch_size dist_ckpt_workers lr_wsd_decay_iters",
     ),
-    ("1 to 100,000", lambda number: 1 <= number <= 100_000, "num_experts"),  # silent; crash: a list for all experts
-    ("0 or more", lambda number: number >= 0, "eval_iters lr_warmup_iters ckpt_step"),  # silent: counts as none
-    ("a number above 0", lambda number: 0 < number < math.inf, "loss_scale"),  # silent: all gradients are 0
-    ("a number above 0, and at most 1", lambda number: 0 < number <= 1, "rotary_percent"),  # silent: no positions
+    ("1 to 100,000", lambda number: 1 <= number <= 100_000, "num_experts"),  # silent; crash: lists all experts
+    ("0 or more", lambda number: number >= 0, "eval_iters lr_warmup_iters ckpt_step"),  # silent: treated as 0 or unset
+    ("a number above 0", lambda number: 0 < number < math.inf, "loss_scale"),  # silent: all gradients become 0
+    ("a number above 0, and at most 1", lambda number: 0 < number <= 1, "rotary_percent"),  # silent: no rotation
     ("a number, 0 for no clipping", math.isfinite, "clip_grad"),  # silent: NaN clips nothing
-    ("a number from 0 to less than 1", lambda number: 0 <= number < 1, "sgd_momentum"),  # silent: it diverges
+    ("a number from 0 to less than 1", lambda number: 0 <= number < 1, "sgd_momentum"),  # silent: diverges
 )
 """Allowed values of arguments for which Megatron also accepts other values."""
 

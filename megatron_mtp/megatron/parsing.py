@@ -16,7 +16,7 @@ def parsed(flags: list[str], vocabulary: int) -> Namespace:
 
 def parse_flags(flags: list[str]) -> Namespace:
     """Parse flags with Megatron's parser, which only reads `sys.argv`."""
-    from megatron.training.arguments import parse_args  # --help lists flags without Megatron
+    from megatron.training.arguments import parse_args  # imported here, because --help lists flags without Megatron
 
     argv, sys.argv = sys.argv, ["megatron", *flags]
     try:

@@ -25,7 +25,7 @@ def quieten() -> None:
     logging.getLogger().setLevel(logging.ERROR)
     prepare()
     logging.getLogger().setLevel(logging.ERROR)
-    logging.getLogger("megatron_mtp").setLevel(logging.WARNING)  # ours are for the user
+    logging.getLogger("megatron_mtp").setLevel(logging.WARNING)  # our warnings are meant for users
     for name in ("megatron", "transformers", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -46,7 +46,7 @@ def prepare() -> bool:
     if on_cpu or why_not("transformer_engine.pytorch") is not None:
         hide_transformer_engine()
     if on_cpu:
-        # Without a GPU these kernels are not used; every import would warn that they are missing.
+        # These kernels are not used on a CPU; every import would warn that they are missing.
         warnings.filterwarnings("ignore", message="(?i).*(apex|transformer.engine).*", category=UserWarning)
         cpu.install()
         if "OMP_NUM_THREADS" not in os.environ and (quota := cpu_quota()) < torch.get_num_threads():
@@ -81,4 +81,4 @@ def hide_transformer_engine() -> None:
             "Engine, which cannot be used on this machine; call prepare() first."
         )
     modules: dict[str, ModuleType | None] = cast("dict[str, ModuleType | None]", sys.modules)
-    modules["transformer_engine"] = None  # the import system raises ImportError for None
+    modules["transformer_engine"] = None  # makes its import raise ImportError

@@ -100,12 +100,12 @@ def config_of(args: Namespace, **given: Any) -> MTPModelConfig:
     config: MTPModelConfig
     if args.hybrid_layer_pattern is None:
         config = gpt_config_from_args(args, **{"model_config_cls": MTPGPTModelConfig, **given})
-        config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's own builder keeps the default
+        config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's builder drops this argument
     else:
         config = hybrid_config_from_args(args, **{"model_config_cls": MTPHybridModelConfig, **given})
     config.true_vocab_size = args.vocab_size
     if args.mtp_num_layers is not None:
-        config.transformer.mtp_num_layers = trained_depths(args)  # the model has a depth for every pass
+        config.transformer.mtp_num_layers = trained_depths(args)  # one depth per pass
     of_drafter = (*DRAFTER_SETTINGS, "drafter_steps") if getattr(args, "drafter", None) is not None else ()
     shared: dict[str, Any] = {name: bool(getattr(args, name, False)) for name in SHARED_KEYS}
     config.mtp = MTPConfig(
@@ -119,10 +119,10 @@ def config_of(args: Namespace, **given: Any) -> MTPModelConfig:
 
 
 # --- patterns of hybrids ---------------------------------------------------------------------------------------------
+# `--hybrid-layer-pattern`: one symbol per layer, first the trunk's, then after each `/` those of an MTP layer.
+# `--hybrid-layer-pattern`: one symbol per layer, first the trunk's, then after each `/` those of an MTP layer.
 #
-# `--hybrid-layer-pattern`: a symbol a layer, the trunk's, and after each `/` a depth's.
-#
-#     M*-|M*-/*-    a trunk of six layers on two pipeline stages, and one depth
+#     M*-|M*-/*-    a trunk of six layers on two pipeline stages, and one MTP layer
 
 
 # --- Megatron's arguments of a model with a drafter ------------------------------------------------------------------

@@ -18,15 +18,16 @@ def checkpointed[T](
 ) -> T:
     """Run a function with activation checkpointing: the backward pass recomputes it."""
     if torch.is_grad_enabled() and not hidden_SBH.requires_grad:
-        # Behind a detached or frozen trunk no input requires a gradient; then the output would have none either.
+        # With a detached or frozen trunk no input requires a gradient, and then the output would not require one
+        # either.
         hidden_SBH = hidden_SBH.detach().requires_grad_()
     inputs = hidden_SBH, *others
-    # --distribute-saved-activations would leave a slice in the input, which the losses need whole.
+    # --distribute-saved-activations would keep only a slice of the input, and the losses need all of it.
     distributes, rng_tracker = False, tensor_parallel.get_cuda_rng_tracker
     if config.fp8 or config.fp4:
         from megatron.core.extensions.transformer_engine import te_checkpoint
 
-        # Delayed scaling stashes its amax history only if FP8 is on where the checkpoint begins.
+        # Delayed scaling saves its amax history only if FP8 is already on when the checkpointed region starts.
         delayed = config.fp8 and config.fp8_recipe == Fp8Recipe.delayed
         with get_fp8_context(config) if delayed else nullcontext():
             return te_checkpoint(run, distributes, rng_tracker, tp_group, *inputs)

@@ -116,8 +116,8 @@ class Attachment:
         """
         owner = self.head_owner
         if self.config.mtp_num_layers and not is_detached(self.config):
-            # With fused gradient accumulation the output layer returns a dummy gradient, which DDP would drop together
-            # with the gradient of the MTP layers' loss; with this attribute the dummy is zero, and DDP adds it.
+            # With fused gradient accumulation the output layer returns a dummy gradient. DDP would drop it, and with it
+            # the gradient of the MTP loss. This attribute makes the dummy zero, and DDP adds it.
             owner.weight.zero_out_wgrad = True
         return head_of(self.model, owner, gathers, detached, self.draft_vocabulary, self.true_vocab_size)
 
@@ -193,7 +193,7 @@ class Attachment:
 
     def _begin(self, model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Before the forward: store its arguments and hide the heads, except from Megatron's inference engine."""
-        self._show()  # in case KeyboardInterrupt ended the last forward: torch calls `_end` only after an Exception
+        self._show()  # KeyboardInterrupt may have ended the last forward: torch calls `_end` only after an Exception
         call = {**dict(zip(self._names, given, strict=False)), **named}
         if any(call.get(name) is not None for name in INFERENCE):
             return

@@ -138,7 +138,7 @@ class PortableAttention(torch.nn.Module):
 
     def _ringed(self, query_SBNC: Tensor, key_SBGC: Tensor, value_SBGC: Tensor, bounds: list[int]) -> Tensor:
         """`_documents` without gathered keys."""
-        from megatron_mtp.model.ring import joined, reach_of, ring_attention  # drafting needs none of it
+        from megatron_mtp.model.ring import joined, reach_of, ring_attention  # drafting does not need it
 
         bounds_T, passes, chain = torch.tensor(bounds), len(self.chain), self.chain
         ranks_RW = positions_of_ranks(bounds_T, self.cp_group.size())
@@ -205,19 +205,19 @@ class PortableAttention(torch.nn.Module):
             scores_SBNP = torch.stack([_scores(query_SBNC, keys_SBGC) for keys_SBGC, _ in chain], dim=-1)
             query, key, value = with_chain(query, key, value, scores_SBNP.permute(1, 2, 0, 3))
             if visible is None:
-                query = pad(query, (0, 0, len(chain), 0))  # as many rows as keys in front, so that causal stays causal
+                query = pad(query, (0, 0, len(chain), 0))  # as many rows as chain keys, so that the mask stays causal
             else:
                 visible = pad(visible, (len(chain), 0), value=True)
         if self.softmax_offset is not None and visible is not None:
             query, key, value = with_sink(query, key, value, self.softmax_offset, self.scale)
             visible = pad(visible, (0, 1), value=True)
-        # Each tensor-parallel rank has other heads, and needs other random numbers for dropout.
+        # Each tensor-parallel rank has different heads, so dropout needs different random numbers.
         drops = self.dropout and self.training and not self.sequence_parallel
         with get_cuda_rng_tracker().fork() if drops else nullcontext():
             attended = scaled_dot_product_attention(
                 query,
                 key,
-                pad(value, (0, query.size(-1) - value.size(-1))),  # unequal channels would keep torch from fast kernels
+                pad(value, (0, query.size(-1) - value.size(-1))),  # torch's fast kernels need equal widths
                 attn_mask=visible,
                 is_causal=plain and self.causal,
                 dropout_p=self.dropout if self.training else 0.0,

@@ -62,7 +62,7 @@ def join_world(alone: bool = False, expert_parallel: int = 1) -> None:
         backend = "gloo" if alone or cpu.installed() else "nccl"
         if "RANK" in os.environ and not alone:
             check_device(cpu.installed())
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # else NCCL has all ranks on the first one
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # otherwise NCCL puts all ranks on device 0
             torch.distributed.init_process_group(backend)
         else:
             store = torch.distributed.HashStore()  # type: ignore[attr-defined]
@@ -125,7 +125,7 @@ class AttachingBuilder(ABC):
         if post_process is None:
             post_process = megatron_gpt.is_vp_last_stage(**virtual) and megatron_gpt.is_pp_last_stage(pg_collection.pp)
         groups = copy.copy(pg_collection)
-        groups.embd = None  # copies of the embedding are made once the stage of the heads has its own
+        groups.embd = None  # set later: the stage of the MTP layers may also hold a copy of the embedding
         layers, mtp_layer = self.specs(vp_stage)
         with with_portable_projections(config.transformer):
             model = self.kind(

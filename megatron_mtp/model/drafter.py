@@ -63,7 +63,7 @@ class DrafterLayer(MegatronModule):
 
     head: Tensor | None
     norm: torch.nn.Module
-    final_layernorm = None  # an EAGLE-3 drafter goes on from the state before the norm, which belongs to the head
+    final_layernorm = None  # EAGLE-3 drafters feed back the state before the norm; the norm belongs to the output layer
 
     def __init__(
         self, config: TransformerConfig, read: int, drafted: int | None, pg_collection: ProcessGroupCollection

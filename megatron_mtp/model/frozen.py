@@ -25,7 +25,7 @@ def answer_with_zeros(hidden_SBH: Tensor, stage_input_SBH: Tensor) -> Tensor:
 
     The pipeline schedule waits for a gradient from every stage but the first, even if nothing there is trained.
     """
-    apply: Callable[[Tensor, Tensor], Tensor] = _ZeroGradient.apply  # torch types it from 2.15 on
+    apply: Callable[[Tensor, Tensor], Tensor] = _ZeroGradient.apply  # torch annotates it since 2.15
     return apply(hidden_SBH, stage_input_SBH)
 
 
@@ -33,7 +33,7 @@ class _ZeroGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_SBH: Tensor, stage_input_SBH: Tensor) -> Tensor:
         ctx.like = stage_input_SBH.shape, stage_input_SBH.dtype, stage_input_SBH.device
-        return hidden_SBH.clone()  # a view could not be freed by the schedule
+        return hidden_SBH.clone()  # the schedule cannot free a view
 
     @staticmethod
     def backward(ctx: Any, gradient_SBH: Tensor) -> tuple[Tensor, Tensor]:

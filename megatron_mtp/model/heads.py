@@ -78,14 +78,15 @@ class DraftHeads:
         """Numbers of the trunk layers whose states any head reads."""
         return tuple(sorted({number for plan in self.plans for number in plan.reads}))
 
-    # --- what a checkpoint lacks -------------------------------------------------------------------------------------
+    # --- parts that a checkpoint lacks
+    # -----------------------------------------------------------------------------------
 
     def _lacking(self, plan: HeadPlan) -> Iterator[str]:
         """Return name prefixes of a head's parts that the checkpoint to load does not have."""
         yield from (f"layers.{index}." for index in plan.absent)
         if 0 in plan.absent or self._lacks_vocabulary:
             yield "draft_vocabulary"
-        if self._lacks_vocabulary:  # then a drafter has no rows of its own either
+        if self._lacks_vocabulary:  # then a drafter also lacks its own output rows
             yield OWN_HEAD
 
     def filled(

@@ -63,9 +63,9 @@ class DepthStack(HybridStack):
         super().__init__(config, post_layer_norm=False, **kw)
         self.layer_number = layer_number
         self.config = copy.copy(config)
-        self.config.recompute_granularity = None  # the depth recomputes all of its own forward
+        self.config.recompute_granularity = None  # the MTP layer recomputes its whole forward itself
         for module in self.modules():
-            if isinstance(module, TopKRouter):  # Megatron does not say that it routes a depth, which may be repeated
+            if isinstance(module, TopKRouter):  # Megatron does not mark routers inside an MTP layer
                 module.is_mtp_layer, module.layer_number = True, layer_number
 
     def forward(

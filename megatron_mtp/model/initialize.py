@@ -110,7 +110,7 @@ def _from_trunk(name: str, value: Any, loaded: dict[str, Any], block: MultiToken
                 "copy; give --mtp-init random, or a layout with a trunk layer on that stage."
             )
         source = f"decoder.layers.{max(numbers)}.{rest}"
-        if isinstance(stack := block.layers[0].tf_layer, HybridStack):  # its last layers are the trunk's
+        if isinstance(stack := block.layers[0].tf_layer, HybridStack):  # its last layers match the trunk's last layers
             _, index, rest = rest.split(".", 2)
             source = f"decoder.layers.{max(numbers) + 1 - len(stack.layers) + int(index)}.{rest}"
         return loaded.get(source, value)
@@ -132,14 +132,14 @@ def _pass_hidden_state(weight: Tensor, block: MultiTokenPredictionBlock) -> Tens
 
 # --- random weights --------------------------------------------------------------------------------------------------
 #
-# They are drawn by key and row: the same seed gives the same weights in every layout and in every tool.
+# Weights are drawn by key and row, so the same seed gives the same weights in every layout and in every tool.
 #
 # They follow Megatron's initialization of a new model: norms 1, biases 0, matrices normal with standard deviation
-# `--init-method-std`, divided by sqrt(2 layers) for matrices that write to the residual stream. Mamba and Gated
-# DeltaNet layers have uniform convolutions and decays A, and Mamba's steps dt are log-uniform. A rank draws the rows
-# that it holds and takes its columns, without communication between tensor- and expert-parallel ranks.
+# `--init-method-std`, divided by sqrt(2 layers) for matrices that write to the residual stream. In Mamba and Gated
+# DeltaNet layers, convolutions and decays A are uniform, and Mamba's steps dt are log-uniform. A rank draws its own
+# rows and keeps its own columns, without communication between tensor- and expert-parallel ranks.
 #
-#     [rows, columns] over two ranks      cut by rows: each draws its own; by columns: both draw all, each keeps half
+#     [rows, columns] over two ranks      split by rows: each draws its own; by columns: both draw all and keep half
 
 DRAWN = "linear_", "eh_proj", "fc", "router", "gate_weight", "in_proj", "out_proj", "softmax_offset"
 """Name prefixes of matrices that are drawn at random, or of the modules that hold them."""
@@ -194,7 +194,7 @@ class RandomWeights:
             shape: shape of the whole tensor.
             part: the part to draw; None for all of it.
         """
-        # Checkpoints keep the rows of `in_proj.weight` apart by what they make, as `in_proj.weight.dt`.
+        # Checkpoints store `in_proj.weight` in parts by meaning, such as `in_proj.weight.dt`.
         *_, above, module, name = f".{re.sub(r'(in_proj|conv1d)[.](weight|bias)[.].*', r'\1.\2', key)}".split(".")
         part = part or (slice(None),) * len(shape)
         if module == CONVOLUTION:
@@ -204,7 +204,7 @@ class RandomWeights:
             return torch.zeros(tuple(shape))[part]
         if name in self._of_kinds:
             return self._of_a_kind(self._of_kinds[name], key, shape, part)
-        if name == "D" or (above, module) == (MAMBA, "norm"):  # its gated norm is not zero-centered
+        if name == "D" or (above, module) == (MAMBA, "norm"):  # Mamba's gated norm is not zero-centered
             return torch.ones(tuple(shape))[part]
         if name == NORM_WEIGHT or (module.endswith("norm") and name == "weight"):
             return torch.full(tuple(shape), self.norm)[part]
@@ -214,7 +214,7 @@ class RandomWeights:
             if module != MAMBA:
                 return torch.ones(tuple(shape))[part]
             dt = self._uniform(key, shape, part, *map(math.log, DT_RANGE)).exp().clamp(min=LEAST_DT)
-            return dt + (-(-dt).expm1()).log()  # what softplus makes dt of
+            return dt + (-(-dt).expm1()).log()  # inverse of softplus
         if not (module.startswith(DRAWN) or name.startswith(DRAWN)):
             return None
         deviation = self.deviation / math.sqrt(2 * self.layers) if module in TO_RESIDUAL else self.deviation

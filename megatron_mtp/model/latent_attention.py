@@ -61,7 +61,7 @@ class PortableLatentAttention(LatentSelfAttention):
         """Return compressed queries, and compressed keys and values followed by the keys' rotary part, both whole."""
         q_compressed, kv_part = super()._qkv_down_projection(hidden_states)
         kv_combined = gather_from_tensor_model_parallel_region(kv_part, group=self.tp_group)
-        if self.config.sequence_parallel:  # Megatron gathers the rotary part again, and sums its gradient
+        if self.config.sequence_parallel:  # Megatron gathers the rotary part again and sums its gradient
             return q_compressed, scatter_to_sequence_parallel_region(kv_combined, group=self.tp_group)
         widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         kv_compressed, rotary = kv_combined.split(widths, dim=-1)

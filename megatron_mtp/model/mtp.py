@@ -181,7 +181,7 @@ class MultiTokenPredictionLayer(MegatronModule):
         """
         self._check_single_position()
         embedded_NBH = embedding(input_ids=next_token_ids, position_ids=position_ids)
-        rows = 1, -1, hidden_states.size(-1)  # every request is a text of one position
+        rows = 1, -1, hidden_states.size(-1)  # one sequence of one position per request
         made = self(hidden_states.reshape(rows), embedded_NBH.reshape(rows), AttentionInputs())
         return made.view_as(hidden_states)
 
@@ -191,7 +191,7 @@ class MultiTokenPredictionLayer(MegatronModule):
                 "Megatron's inference engine drafts with sequential MTP layers, and these are parallel heads; use "
                 "megatron-mtp generate."
             )
-        from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols  # not there before 0.18
+        from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols  # missing before Megatron 0.18
 
         if {Symbols.MAMBA, Symbols.GDN} & set(getattr(self.tf_layer, "layer_type_list", ())):
             raise ValueError(
@@ -245,7 +245,7 @@ class MultiTokenPredictionLayer(MegatronModule):
         attention: AttentionInputs,
         padding_mask_BS: Tensor | None,
     ) -> Tensor:
-        # Each sequence-parallel rank has other positions, and needs other random numbers for dropout.
+        # Each sequence-parallel rank has different positions, so dropout needs different random numbers.
         with tensor_parallel.get_cuda_rng_tracker().fork() if self.config.sequence_parallel else nullcontext():
             if embedded_SBH is not None:
                 with get_fp8_context(self.config):
@@ -260,7 +260,7 @@ class MultiTokenPredictionLayer(MegatronModule):
                     packed_seq_params=attention.packed_seq_params,
                     padding_mask=padding_mask_BS,
                 )
-        # The pipeline schedule frees the output after sending it, which a view would not allow.
+        # The pipeline schedule frees the output after sending it, which fails for a view.
         return make_viewless_tensor(self.final_layernorm(hidden_SBH), requires_grad=True, keep_graph=True)
 
     def _merge(self, embedded_SBH: Tensor, hidden_SBH: Tensor) -> Tensor:

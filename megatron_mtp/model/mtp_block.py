@@ -59,14 +59,14 @@ class MultiTokenPredictionBlock(MegatronModule):
         self.sequential = submodules.eh_proj is not None
         self.shares_kv, self.has_chain = submodules.shares_kv, submodules.has_chain
         physical = 1 if config.mtp_use_repeated_layer else self.depths
-        with get_fp8_context(config, is_init=True):  # weights in FP8 with --fp8-param-gather, as the trunk's are
+        with get_fp8_context(config, is_init=True):  # with --fp8-param-gather, create FP8 weights as in the trunk
             self.layers = torch.nn.ModuleList(
                 self.make_layer(submodules, number, pg_collection, vp_stage) for number in range(1, physical + 1)
             )
         self._sharing = [one for one in self.modules() if isinstance(one, SharingAttention | FirstPassKeys)]
         if config.mtp_detach_heads:
             for parameter in self.parameters():
-                parameter.grad_norm_group = "mtp"  # Megatron's optimizer clips such gradients by themselves
+                parameter.grad_norm_group = "mtp"  # Megatron's optimizer clips these gradients separately
 
     def make_layer(self, *args: Any) -> MegatronModule:
         """Create a layer from the arguments that its class takes after the configuration."""

@@ -249,7 +249,7 @@ class PortableMamba(MambaMixer):
         z_SBC, mixed_SBC = projected_SBC.split([inner, projected_SBC.size(-1) - inner], dim=-1)
         offsets = None if packed_seq_params is None else offsets_of(packed_seq_params)
         exchange = ContextParallelHeads(self.pg_collection.cp, mixed_SBC.size(0), packed_seq_params)
-        sharing = max(1, exchange.ranks // int(self.ngroups_local_tp))  # ranks that share the heads of one group
+        sharing = max(1, exchange.ranks // int(self.ngroups_local_tp))  # ranks that share one group's heads
         *convolved, dt = columns_of_ranks(
             [inner, groups, groups, self.nheads_local_tp], exchange.ranks, (1, sharing, sharing)
         )
@@ -339,7 +339,7 @@ class PortableGatedDeltaNet(GatedDeltaNet):
         with having([common], HAVE_FLA=True):
             super().__init__(*args, **kwargs)
         if self.tp_size > 1 and not self.config.sequence_parallel:
-            for weight in self.out_norm.parameters():  # each rank has the gradient of its own heads
+            for weight in self.out_norm.parameters():  # each rank computes only the gradient of its own heads
                 weight.register_hook(self._sum_of_ranks)
 
     def _sum_of_ranks(self, gradient: Tensor) -> Tensor:
@@ -391,7 +391,7 @@ class PortableGatedDeltaNet(GatedDeltaNet):
         keys, values, heads = (
             size // ranks for size in (self.qk_dim_local_tp, self.v_dim_local_tp, self.num_v_heads_local_tp)
         )
-        # the column of the first head's alpha, behind queries, keys, values and all betas
+        # column of the first head's alpha, after queries, keys, values and all betas
         first = int(2 * self.qk_dim_local_tp + self.v_dim_local_tp + self.num_v_heads_local_tp)
         own_C, own_H = columns_C[: 2 * keys + values], columns_C[-heads:] - first
         qkv_BLC, beta_BLH, alpha_BLH = whole_BLC.split([own_C.numel(), heads, heads], dim=-1)

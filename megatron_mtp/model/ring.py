@@ -94,7 +94,7 @@ def reach_of(bounds: Tensor, ranks: Tensor, position_S: Tensor, group: ProcessGr
 
 def ring_attention(query_SBNC: Tensor, key_WBGC: Tensor, value_WBGC: Tensor, reach: Reach, scale: float) -> Part:
     """Compute the part of a softmax over the keys of all ranks. Values may have fewer channels than keys."""
-    apply: Callable[..., Part] = _Ring.apply  # typed by torch since 2.15
+    apply: Callable[..., Part] = _Ring.apply  # torch annotates it since 2.15
     return apply(query_SBNC, key_WBGC, value_WBGC, reach, scale)
 
 
@@ -155,7 +155,7 @@ class _Ring(torch.autograd.Function):
                 slopes = slopes.to(these.dtype)
                 of_query[..., queries, :] += slopes @ key_K
                 of_key[..., keys, :] += (slopes.mT @ these).sum(2)
-            of_pair = _handed_on(of_pair, ctx.reach.group)()  # follows the keys, finally to their owner
+            of_pair = _handed_on(of_pair, ctx.reach.group)()  # travels with the keys, and ends at their owner
         return (_by_positions(of_query).to(query.dtype), of_pair[0].to(key.dtype), of_pair[1].to(key.dtype), None, None)
 
 

@@ -73,7 +73,7 @@ class FirstPassKeys(MegatronModule):
         """Return Megatron's tuple, with pass 1's keys and values in a later pass."""
         query, key, value, *others = super().get_query_key_value_tensors(*given, **named)
         if self.passes is not None:
-            # copies, since Megatron may free what it recomputes, and views hold the queries' memory as well
+            # clone: Megatron may free what it recomputes, and a view would keep the queries' memory alive
             self.passes.append(() if self.passes else (key.clone(), value.clone()))
             key, value = self.passes[0]
         return query, key, value, *others
@@ -166,10 +166,10 @@ def recomputed(layer: SharingAttention, run: Callable[..., Tensor], *inputs: Ten
     before = [*layer.passes]
 
     def again(*given: Tensor) -> Tensor:
-        kept, layer.passes = layer.passes, [*before]  # in the backward pass none are kept
+        kept, layer.passes = layer.passes, [*before]  # nothing is stored during the backward pass
         try:
             return run(*given)
-        finally:  # the backward pass leaves by an exception of torch's, as soon as it has what it needs
+        finally:  # torch leaves the recomputation by an exception as soon as it has what it needs
             made, layer.passes = layer.passes, kept
             if kept is not None:
                 kept += made[len(before) :]

@@ -41,7 +41,7 @@ class ReadStates:
 
     def _keep(self, layer: Any, _: Any, made: Any) -> None:
         if torch._C._current_graph_task_id() != NO_BACKWARD:
-            return  # the layer is being recomputed; its states have been read already
+            return  # the layer is being recomputed; its state was already stored
         self.after[layer.layer_number] = (made[0] if isinstance(made, tuple) else made).detach()
 
     def begin(self, model: Any) -> None:

@@ -123,7 +123,7 @@ def refused_models(chunk: Any, adopts: bool) -> Refused:
             "cuda_graph_impl is full_iteration, whose replay does not run hooks; choose another.",
         ),
         (
-            # Its flag has a different name in every Megatron branch that has hyper-connections.
+            # The flag for hyper-connections differs between Megatron branches, so look for the module.
             any(type(each).__name__ == "HyperConnectionModule" for each in chunk.decoder.modules()),
             "the trunk's layers have hyper-connections, which give it several residual streams, and MTP layers read "
             "one; build the model without them.",
@@ -384,7 +384,7 @@ class StockHead:
             mixer_of(batch, self.config, self.groups),
             is_apart=trunk.is_apart or self.is_apart,
         )
-        layers = [runner(layer) for layer in self._block.layers]  # built here, so that a deep copy runs its own layers
+        layers = [runner(layer) for layer in self._block.layers]  # not shared: a deep copy must run its own layers
         return chain(layers, trunk.hidden_SBH, inputs), None
 
 

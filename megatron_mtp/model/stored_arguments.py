@@ -23,7 +23,7 @@ def completed(stored: Namespace) -> Namespace:
             setattr(args, name, getattr(stored, name))
     if args.hybrid_layer_pattern is not None:
         args.hybrid_layer_pattern = without_stages(args.hybrid_layer_pattern)
-    megatrons.validate_args(args)  # by its module, where a patch may have replaced it
+    megatrons.validate_args(args)  # call through the module, because a patch may have replaced it
     return args
 
 

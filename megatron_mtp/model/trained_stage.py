@@ -70,7 +70,7 @@ class TrainedStage(Attachment):
         if draft_vocabulary is not None and model.post_process:
             tp = model.pg_collection.tp
             drafted = DraftVocabulary(draft_vocabulary, model.vocab_size // tp.size(), tp.size(), tp.rank())
-            model.draft_vocabulary = drafted  # a submodule, so that it moves with the model
+            model.draft_vocabulary = drafted  # registered as a submodule so that it moves with the model
         super().__init__(model, heads.blocks, drafted, true_vocab_size)
         self._heads, self._read, self._is_frozen = heads, ReadStates(model, heads.reads), train_only_mtp
         self._stage_input: Tensor | None = None
@@ -135,7 +135,7 @@ class TrainedStage(Attachment):
 
     @override
     def _begin(self, model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if self._is_frozen and model.decoder.training:  # no dropout, no statistics of routers
+        if self._is_frozen and model.decoder.training:  # no dropout, no router statistics
             for module in trunk_modules(model):
                 module.eval()
         self._receive()
@@ -154,7 +154,7 @@ class TrainedStage(Attachment):
     def _hidden(self, call: Mapping[str, Any]) -> dict[str, Any]:
         hidden = super()._hidden(call)
         if call.get(OBJECTIVE) is not None:
-            return hidden | {"post_process": False}  # so that the forward ends after the decoder
+            return hidden | {"post_process": False}  # stop after the decoder
         if not self.model.post_process:
             return hidden
         return hidden | {"compute_language_model_loss": self.head().cross_entropy}

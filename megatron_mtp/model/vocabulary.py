@@ -89,7 +89,7 @@ class Vocabulary:
 
     def _tokens_in(self, columns: int) -> int:
         if self.draft_vocabulary is not None and columns == self.slice_size:
-            return columns  # padding is never drafted
+            return columns  # a draft vocabulary contains no padding
         return tokens_of_slice(self.tokens, columns, self._rank)
 
     @property

@@ -142,7 +142,7 @@ class Answer[AnyBody: Body](ABC):
 
     def _usage(self) -> dict[str, Any]:
         """Return the totals of the request. A prompt counts once, with the rows that none of its choices has run."""
-        groups = [*batched(self._choices, self._body.n)]  # the choices of each prompt
+        groups = [*batched(self._choices, self._body.n)]  # grouped by prompt
         prompts = sum(len(group[0].prompt) for group in groups)
         cached = sum(min(choice.cached_tokens for choice in group) for group in groups)
         completion = sum(choice.tokens for choice in self._choices)

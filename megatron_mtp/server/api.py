@@ -226,7 +226,7 @@ def listener(host: str, port: int) -> socket.socket:
         made = socket.socket(family, socket.SOCK_STREAM)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
-    except (OSError, UnicodeError) as error:  # UnicodeError for a name with too many characters
+    except (OSError, UnicodeError) as error:  # UnicodeError: the host name is too long
         reason = getattr(error, "strerror", error)
         raise ValueError(
             f"cannot listen on --host {host} --port {port} ({reason}); give another one, or --port 0 for any free port."
@@ -270,7 +270,7 @@ def make_app(engine: AsyncEngine, served: Served, key: str | None = None, origin
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, asked: HTTPRequest, ending: Ending) -> Response:
-        served.check(body, len(body.prompt))  # before they are tokenized
+        served.check(body, len(body.prompt))  # check before tokenizing
         encode = partial(served.codec.encode, special=body.add_special_tokens, positions=served.positions)
         prompts = [await run_in_threadpool(encode, one) if isinstance(one, str) else one for one in body.prompt]
         return await _answered(asked, ending, engine, served, body, prompts, CompletionAnswer)

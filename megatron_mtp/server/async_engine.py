@@ -93,7 +93,7 @@ class AsyncEngine:
     def __init__(self, engine: "Engine", group: Any = None) -> None:
         self._engine, self._commands = engine, SimpleQueue[Callable[[], None]]()
         self._group, self._new = group, RankMessage()
-        self._live, self._owners = set[Outputs](), dict[int, Owner]()  # of the event loop, and of the thread
+        self._live, self._owners = set[Outputs](), dict[int, Owner]()  # of the event loop; of the thread
         self._calling = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -168,7 +168,7 @@ class AsyncEngine:
         self.broken = True
         self.end_all(failed())
 
-    # --- on the thread ---
+    # --- on the engine's thread ---
 
     def _work(self) -> None:
         try:

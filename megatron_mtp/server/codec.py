@@ -88,7 +88,7 @@ class Codec:
         if self._longest is not None and len(text) > positions * self._longest:
             raise too_long(f"at least {-(-len(text) // self._longest)}", positions)
         with self._long if len(text) > MAX_SHARED_CHARS else nullcontext():
-            # This function alone lets other threads run meanwhile, and keeps no offsets.
+            # Only this method releases the GIL and computes no offsets.
             (encoded,) = self._encoder.encode_batch_fast([text], add_special_tokens=special)
         if len(encoded.ids) > positions:
             raise too_long(str(len(encoded.ids)), positions)
@@ -128,7 +128,7 @@ class Codec:
             messages = [one | {"role": "system"} if one["role"] == "developer" else one for one in messages]
         try:
             text = str(apply_template(self._tokenizer, messages, **{**variables, **own}))
-        except Exception as error:  # templates refuse roles and orders by exceptions of Jinja
+        except Exception as error:  # chat templates reject roles and their order with various Jinja exceptions
             raise APIError(f"the chat template refuses these messages: {error}", "messages") from error
         for place, one in enumerate(messages):
             if one["role"] not in READ_ROLES and one["content"].strip() not in text:

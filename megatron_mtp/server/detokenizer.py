@@ -29,7 +29,7 @@ class Detokenizer:
         context = context[-CONTEXT:]
         whole = len(context)
         while whole and backend.decode(context[:whole]).endswith(UNFINISHED):
-            whole -= 1  # the last character's first bytes stand in the context
+            whole -= 1  # the context ends inside a character
         self._stream = DecodeStream(context[:whole], skip_special_tokens=True)
         for token in context[whole:]:
             self.add(token)
@@ -41,7 +41,7 @@ class Detokenizer:
         self._pending.append(token)
         try:
             piece = self._stream.step(self._backend, token)
-        except Exception:  # the library's own, where a decoder rewrites what it has given out
+        except Exception:  # raised by the library if a decoder changes text that it has already returned
             self._stream, piece = DecodeStream(skip_special_tokens=True), self.rest()
         if piece:
             self._pending.clear()
@@ -64,7 +64,7 @@ class StopStrings:
         text, self._held = self._held + piece, ""
         found = [(text.index(stop) + len(stop), text.index(stop), stop) for stop in self._stops if stop in text]
         if found:
-            _, start, stop = min(found)  # the one that is whole first
+            _, start, stop = min(found)  # the stop string that is complete first
             return text[:start], stop
         begun = [n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
         end = len(text) - max(begun, default=0)

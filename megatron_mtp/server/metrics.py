@@ -31,7 +31,7 @@ GAUGES: MetricRows = {
     "cache_usage_ratio": ("share of blocks that they hold", lambda load: load.blocks_used / (load.blocks or 1)),
     "recurrent_states": ("requests whose recurrent states fit; 0 for models without", lambda load: load.states),
     "recurrent_states_used": ("requests that have recurrent states", lambda load: load.states_used),
-    # Beside accepted over drafted tokens of a position, which is the measured one.
+    # The expected rate; the measured one is accepted divided by drafted tokens at a position.
     "spec_decode_expected_acceptance_per_pos": ("acceptance by position as recorded", lambda load: load.expected),
 }
 COUNTERS: MetricRows = {
@@ -70,7 +70,7 @@ class EngineMetrics(Collector):
         about = "requests that have ended, by reason"
         self._ends = Counter(PREFIX + "requests", about, ["finished_reason"], registry=self._registry)
         for reason in (*Finish, CANCELLED):
-            self._ends.labels(reason)  # 0 before the first one
+            self._ends.labels(reason)  # export 0 from the start
         about = "HTTP requests that were answered, by path and status"
         self._answers = Counter(PREFIX + "http_requests", about, ["path", "status"], registry=self._registry)
         self._registry.register(self)

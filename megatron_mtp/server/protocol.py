@@ -50,7 +50,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     for names, values in (
         ("tool_choice function_call", ("none", "auto")),
         ("detokenize", (True,)),
-        ("early_stopping separate_reasoning stream_reasoning", (False,)),  # the last two select how thinking is parsed
+        ("early_stopping separate_reasoning stream_reasoning", (False,)),  # the last two control how thinking is parsed
         ("num_beams typical_p tfs tfs_z repeat_penalty", (1,)),
         ("top_a mirostat", (0,)),
         ("thinking_token_budget", (-1,)),

@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# What the jobs share: each *.sbatch sources this file, from the checkout that it was submitted in. See docs/guides/cluster.md.
-#   open_run RECIPE   read the recipe; make the run's folder with a copy of the code; say where the ranks meet
-#   step HOW PROGRAM [arguments]    run a Python program by srun (step.sh), its output also in the run's folder
-# A job that SLURM's signal has stopped puts itself back into the queue when it ends.
+# Shared by all jobs: each *.sbatch sources this file from the checkout it was submitted in. See docs/guides/cluster.md.
+#   open_run RECIPE   read the recipe; create the run's folder with a copy of the code; set the rendezvous address
+#   step HOW PROGRAM [arguments]    run a Python program with srun (step.sh); append its output to the run's log.txt
+# A job stopped by SLURM's signal requeues itself when it ends.
 
 die() {
     echo "$SLURM_JOB_NAME: error: $*" >&2
@@ -26,14 +26,14 @@ open_run() {
     echo "run: $RUN; job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"
 }
 
-find_recipe() { # a name among the recipes, or a file
+find_recipe() { # accepts the name of a recipe, or a file
     RECIPE=${1:-}
     [ -f "$RECIPE" ] || RECIPE=$SLURM_SUBMIT_DIR/scripts/slurm/recipes/$1.sh
     [ -f "$RECIPE" ] || die "there is no recipe '${1:-}'; give a file or one of" \
         "$(basename -s .sh "$SLURM_SUBMIT_DIR"/scripts/slurm/recipes/*.sh | paste -sd ' ')."
 }
 
-choose_value() { # of SWEEP="VARIABLE=VALUE VALUE ...", by the index in the job array
+choose_value() { # select from SWEEP="VARIABLE=VALUE VALUE ..." by job array index
     local variable=${SWEEP:-} index=${SLURM_ARRAY_TASK_ID:-} values
     variable=${variable%%=*}
     [ -n "$variable$index" ] || return 0
@@ -47,7 +47,7 @@ choose_value() { # of SWEEP="VARIABLE=VALUE VALUE ...", by the index in the job 
     RUN=$RUN/$variable-${values[index]//\//_}
 }
 
-copy_code() { # once a job: a start after a requeue goes on with the same code and recipe
+copy_code() { # once per job: after a requeue the job continues with the same code and recipe
     [ ! -d "$CODE" ] || return 0
     rm -rf "$CODE.partial"
     mkdir "$CODE.partial"
@@ -59,19 +59,19 @@ copy_code() { # once a job: a start after a requeue goes on with the same code a
     mv "$CODE.partial" "$CODE"
 }
 
-address_of() { # a node's name, or, where no name server knows it, what SLURM itself calls the node by
+address_of() { # the node's name, or SLURM's address for it if the name does not resolve
     local known=
     getent hosts "$1" >/dev/null || known=$(scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
     echo "${known:-$1}"
 }
 
-meet() { # where the ranks of torchrun meet, how many a node has, and which Python runs them
+meet() { # set torchrun's rendezvous address, the ranks per node, and the Python interpreter
     local hosts
     mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     export MASTER_ADDR=${MASTER_ADDR:-$(address_of "${hosts[0]}")}
-    export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # below those that systems lend
+    export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # below the ephemeral ports
     export RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
-    export PYTHONPATH=$CODE${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 # the copy, whatever the folder
+    export PYTHONPATH=$CODE${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 # import the copy, not the current folder
     if [ -n "${CONTAINER:-}" ]; then
         export STEP_PYTHON=python
     else
@@ -84,7 +84,7 @@ step() {
     bash "$CODE/scripts/slurm/step.sh" "$@" 2>&1 | tee -a "$RUN/log.txt"
 }
 
-requeue_if_stopped() { # not where scancel or SLURM's own requeue has ended the job; scontrol ends this script, too
+requeue_if_stopped() { # unless scancel or SLURM's own requeue ended the job; scontrol requeue also kills this script
     if [ -e "$START/stopped" ] && [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]]; then
         echo "stopped by SLURM's signal: job $SLURM_JOB_ID goes back into the queue"
         scontrol requeue "$SLURM_JOB_ID"

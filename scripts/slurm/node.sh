@@ -1,25 +1,26 @@
 #!/usr/bin/env bash
-# On a node: run a command, and pass SLURM's signal to those who can act on it. step.sh calls it, by srun.
-#   node.sh ranks TORCHRUN ...    to the ranks, which save and stop (Megatron's --exit-signal-handler)
-#   node.sh itself COMMAND ...    to the command, which ends
-# SIGUSR1 (sbatch --signal) and SIGTERM (preemption, the time limit, scancel) reach this shell alone, or with it all that
-# it started: that is the cluster's proctrack plugin. torchrun would answer with SIGTERM to its ranks and, 30 s later,
-# SIGKILL, whether they have saved or not. So torchrun ignores both signals, and its ranks do until Megatron has set its
-# handler of SIGTERM; the word is repeated until they are gone, since it may come before that.
+# Run a command on a node and forward SLURM's signal to the right processes. step.sh starts it with srun.
+#   node.sh ranks TORCHRUN ...    forward to the ranks, which save and stop (Megatron's --exit-signal-handler)
+#   node.sh itself COMMAND ...    forward to the command, which ends
+# SIGUSR1 (sbatch --signal) and SIGTERM (preemption, time limit, scancel) reach either this shell alone or its child
+# processes too, depending on the cluster's proctrack plugin. torchrun would send SIGTERM to its ranks and, 30 s later,
+# SIGKILL, whether they have saved or not. So torchrun and its ranks start with both signals ignored, and the ranks
+# react to SIGTERM once Megatron has installed its handler. The signal may arrive before that, so it is sent again every
+# 2 s until the command has ended.
 # shellcheck disable=SC2317  # a trap calls the functions
 set -uo pipefail
 whom=$1
 shift
 export PET_NODE_RANK=$SLURM_NODEID # torchrun's --node-rank
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # Megatron's tensor and context parallelism need it
-# Ranks of several nodes would write Triton's kernels over each other in a home folder that they share.
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # Megatron requires it for TP and CP
+# In a shared home folder, nodes would overwrite each other's Triton kernels.
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton-$SLURM_JOB_ID}
 
-children_of() { # neither pgrep nor /proc/PID/task/TID/children is everywhere
+children_of() { # pgrep and /proc/PID/task/TID/children do not exist on every system
     local stat line fields
     for stat in /proc/[0-9]*/stat; do
         { read -r line <"$stat"; } 2>/dev/null || continue
-        read -ra fields <<<"${line##*) }" # after the name: state, parent
+        read -ra fields <<<"${line##*) }" # the fields after the name: state, parent
         if [ "${fields[1]}" = "$1" ]; then
             line=${stat#/proc/}
             echo "${line%/stat}"
@@ -45,7 +46,7 @@ stop() {
 }
 
 early=
-trap early=yes USR1 TERM # until there is a command to stop
+trap early=yes USR1 TERM # the command has not started yet
 (
     [ "$whom" = itself ] || trap '' USR1 TERM
     exec "$@"
@@ -54,7 +55,7 @@ command=$!
 trap stop USR1 TERM
 [ -z "$early" ] || stop
 signalled=yes
-while [ -n "$signalled" ]; do # a signal has ended the wait, and not the command
+while [ -n "$signalled" ]; do # `wait` also returns when a signal arrives
     signalled=
     wait "$command"
     status=$?

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# One step of a job: a Python program, by srun, in a container if CONTAINER names one. job.sh exports what it reads.
-#   step.sh train PROGRAM [arguments]    ranks on all nodes under torchrun, which save and stop at SLURM's signal
+# Run one step of a job: a Python program under srun, in the container CONTAINER if set. job.sh exports its variables.
+#   step.sh train PROGRAM [arguments]    ranks on all nodes under torchrun; they save and stop at SLURM's signal
 #   step.sh ranks PROGRAM [arguments]    ranks on all nodes under torchrun
 #   step.sh once PROGRAM [arguments]     one process, on the first node
-# Exit status 75: stopped by SLURM's signal, to go on when the job is started again.
+# Exit status 75: stopped by SLURM's signal; the next start of the job continues.
 set -euo pipefail
 how=$1
 shift

@@ -1,4 +1,4 @@
-"""Makes Megatron runnable on this machine before any test is collected, as for the core's unit tests."""
+"""Make Megatron runnable on this machine before any test is collected, as for the core's unit tests."""
 
 import pytest
 
@@ -9,4 +9,4 @@ prepare()
 
 @pytest.fixture(scope="session", autouse=True)
 def _in_a_world_of_one(megatron: None) -> None:
-    """Every test here, whichever ran before."""
+    """Apply the fixture to every test here, whichever ran before."""

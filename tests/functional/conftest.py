@@ -1,4 +1,4 @@
-"""One set of records for all tests of a file; all tests are in a world of one, as those of the other folders."""
+"""One set of records for all tests of a file; all tests run in a world of one, as in the other folders."""
 
 from collections.abc import Iterator
 
@@ -15,4 +15,4 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Records]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _in_a_world_of_one(megatron: None) -> None:
-    """Every test here, whichever ran before."""
+    """Apply the fixture to every test here, whichever ran before."""

@@ -1,6 +1,6 @@
-"""attach.py in layouts of two processes: a step by Megatron's schedule, DDP and optimizer (attached_worker.py).
+"""attach.py in layouts of two processes: one step of Megatron's schedule, DDP and optimizer (attached_worker.py).
 
-Two microbatches, four with a drafter, of three rows each or of a packed row of four documents.
+Two microbatches, or four with a drafter, each of three rows or of a packed row of four documents.
 """
 
 import json
@@ -17,17 +17,17 @@ LAYOUTS = ("tp2", "tp2-sp", "pp2", "cp2", "dp2")
 KINDS = ("dense", "moe", "latent", "hybrid")
 CASES = [(layout, kind) for layout in LAYOUTS for kind in KINDS if (layout, kind) != ("tp2", "moe")]
 CASES += [("ep2", "moe"), ("pp2-vpp2", "dense"), ("pp2-vpp2", "moe"), *(("dp2-sharded", kind) for kind in KINDS)]
-"""Megatron trains experts under tensor parallelism with sequence parallelism alone."""
+"""With tensor parallelism, Megatron trains experts only under sequence parallelism."""
 
 HEADS, DEPTHS, FORMS = ("untied", "tied"), ("new", "adopted"), ("rows", "packed")
-"""What is compared in a layout with a kind: heads, depths that `attach` makes or Megatron's block has, and batches."""
+"""What is compared per layout and kind: heads, new MTP layers or those of Megatron's block, and batch formats."""
 
 
 def compared(layout: str, kind: str) -> list[tuple[str, str, str]]:
-    """A head with depths has rows or packed rows, whichever a neighboring layout, and another kind, does not have.
+    """Return heads, origins of MTP layers and batch formats to compare.
 
-    All pairs have both where no neighbor would have the other: a layout of one kind, and hybrids, which Megatron's
-    block does not know.
+    Formats alternate between neighboring layouts and kinds, so that each head meets both. Layouts of one kind, and
+    hybrids, which Megatron's block does not support, get both formats.
     """
     if kind == "hybrid":
         return list(product(HEADS, DEPTHS[:1], FORMS))
@@ -57,20 +57,20 @@ def test_any_four_of_layout_kind_head_depths_and_batches_meet() -> None:
     tiered(CASES, [("pp2", "dense"), ("cp2", "dense")]),
 )
 def test_the_trunk_does_not_change_and_the_depths_learn_as_ours(layout: str, kind: str, tmp_path: Path) -> None:
-    """With new depths and with those of Megatron's block, head tied and untied (`compared`):
+    """With new MTP layers and those of Megatron's block, head tied and untied (`compared`):
 
-    - trunk: logits, gradients and weights after a step are bit by bit those of the model without depths;
-    - ours: gradients of a loss that trains all are those of this package's own model and `mtp_loss`;
-    - weight: of the loss that rides along, those of the explicit one;
-    - mask: of a policy's forward, without labels, those of Megatron's own training of its block (cp2);
-    - copies: a last stage that has no embedding gets the first stage's, and one with a tied head no second copy.
+    - trunk: logits, gradients and weights after a step are bit-identical to the model without MTP layers;
+    - ours: gradients of a loss that trains everything match this package's own model and `mtp_loss`;
+    - weight: `attach` with a loss weight matches an explicit loss;
+    - mask: in a policy's forward pass, without labels, gradients match Megatron's training of its own block (cp2);
+    - copies: a last stage without an embedding gets the first stage's, and one with a tied head gets no second copy.
     """
     cases = [" ".join(case) for case in compared(layout, kind)]
     launch.run(launch.torchrun(2, WORKER, str(tmp_path / "found.json"), layout, kind, *cases), tmp_path / "log")
     found = json.loads((tmp_path / "found.json").read_text())
     assert list(found) == cases
     wrong = {(case, what): names for case, each in found.items() for what, names in each.items() if names}
-    if layout.startswith("pp2") and kind != "hybrid":  # Megatron 0.19.2 cannot save the head of its own block either
+    if layout.startswith("pp2") and kind != "hybrid":  # Megatron 0.19.2 cannot save its own block's head in this case
         for case in cases:
             if case.startswith("tied adopted"):
                 assert wrong.pop((case, "saved"))[0].startswith("AssertionError")
@@ -88,10 +88,10 @@ def test_the_policy_does_not_change_and_the_drafter_learns_as_in_train(
 ) -> None:
     """With a drafter of every kind, and with several heads: MTP layers, DSpark, and EAGLE-3 with a draft vocabulary:
 
-    - policy: logits, gradients and weights after a step are bit by bit those of the model without heads;
-    - ours: a drafter's gradients are those of `train --drafter` on a frozen trunk, in this layout;
+    - policy: logits, gradients and weights after a step are bit-identical to the model without heads;
+    - ours: a drafter's gradients match `train --drafter` on a frozen trunk in this layout;
     - one process, exported: gradients and weights of the heads after a step, and the drafters' folders, which all ranks
-      get, are those of one process (pipeline stages).
+      receive, match those of one process (pipeline stages).
     """
     forms = ("packed",) if layout == "cp2" else FORMS
     cases = [f"{kind} {form}" for kind in (*SETTINGS, "several") for form in forms]

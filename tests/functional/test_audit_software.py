@@ -1,4 +1,4 @@
-"""What other software writes is described rightly: Megatron's own script with its MTP, and transformers."""
+"""Audits of what other software writes: Megatron's own script with its MTP, and transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,14 @@ prepare()
 alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 os.environ.update(alone | {name: os.environ[name] for name in alone if name in os.environ})
 """
-"""Before the imports of Megatron: its trainer, model and MTP stay its own."""
+"""Runs before Megatron is imported; its trainer, model and MTP remain its own."""
 RUN = "--train-iters 2 --log-interval 1 --eval-interval 2 --eval-iters 1 --save-interval 2 --ckpt-format torch_dist"
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
 
 def pretrained(folder: Path, name: str, *flags: str, processes: int = 1) -> Path:
-    """What Megatron's own script saves, with Megatron's own MTP."""
+    """Return what Megatron's own script saves with its own MTP."""
     script = folder / "pretrain_gpt.py"
     script.write_text(ON_A_CPU + SCRIPT, encoding="utf-8")
     machine = dict.fromkeys((*flags_without(CUDA), *flags_without(TE)))
@@ -53,7 +53,7 @@ def test_megatrons_own_mtp_is_described(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 def test_another_layout_of_megatrons_own_mtp_is_the_same_model(tmp_path: Path) -> None:
-    """Two steps with a learning rate of 0; the layouts have other rows of padding behind the vocabulary."""
+    """Two steps with learning rate 0; the layouts have different amounts of vocabulary padding."""
     flags = ["--make-vocab-size-divisible-by", "128", "--lr", "0", "--min-lr", "0"]
     alone = pretrained(tmp_path, "alone", *flags)
     loaded = ["--load", str(alone), *"--finetune --no-load-optim --no-load-rng".split()]

@@ -1,4 +1,4 @@
-"""A run that goes on with more or fewer MTP layers: all else keeps its weights and moments, bit by bit."""
+"""Resume a run with more or fewer MTP layers: everything else keeps its weights and moments, bit by bit."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 @dataclass(frozen=True)
 class Case:
-    """Numbers of MTP layers before and after, how new ones begin, flags of all runs, and the number of processes."""
+    """MTP layers before and after, initialization of new ones, flags of all runs, and number of processes."""
 
     before: int
     after: int
@@ -50,14 +50,16 @@ MORE = {
 
 
 def run(folder: Path, name: str, case: Case, layers: int, *flags: str) -> str:
-    """A run of so many MTP layers, which saves its last step; returns what it printed."""
+    """Run with so many MTP layers and save the last step; return the output."""
     words = f"{RUN} {case.flags} --mtp-num-layers {layers} --save {folder / name} {' '.join(flags)}"
     command = launch.pretrain(*words.split(), "--mtp-metrics-dir", f"{folder / name}-metrics", processes=case.processes)
     return launch.run(command, folder / f"{name}.log")
 
 
 def check(folder: Path, case: Case) -> None:
-    """Half of a run; its checkpoint loaded with the other layers, and saved before a step; and both ends."""
+    """Run halfway; load the checkpoint with the other number of layers and save before the first step; run both to the
+    end.
+    """
     half, goes_on = f"--exit-interval {HALF}", f"--load {folder / 'first'}"
     init = f"--mtp-init {case.init}" if case.after > case.before else ""
     run(folder, "first", case, case.before, half)

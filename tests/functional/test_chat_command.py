@@ -1,4 +1,4 @@
-"""Whole commands: train --chat, stopped and resumed, over several ranks, and on what preprocess --chat has written."""
+"""Whole commands: train --chat, stopped and resumed, on several ranks, and on the output of preprocess --chat."""
 
 import json
 import re
@@ -23,7 +23,7 @@ MODEL = (
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer and chats, which take up a multiple of four positions, so that two ranks of a sequence pack alike."""
+    """Create a tokenizer and chats of lengths divisible by four, so that context-parallel ranks pack them alike."""
     folder = tmp_path_factory.mktemp("chats")
     SHAPES["Qwen3"].tokenizer(folder / "tokenizer", tagged=False)
     rows = [
@@ -35,7 +35,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(scene: Path, folder: Path, *flags: str, processes: int = 1) -> tuple[str, list[dict[str, Any]]]:
-    """What a training printed, and its rows of metrics, without what they say of the machine."""
+    """Return the output of a training run, and its metrics without machine-dependent ones."""
     words = [*MODEL.split(), "--tokenizer-model", str(scene / "tokenizer"), "--mtp-metrics-dir", str(folder), *flags]
     log = launch.run(launch.Command("pretrain_gpt.py", tuple(words), processes), folder.with_suffix(".log"))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -44,7 +44,7 @@ def run(scene: Path, folder: Path, *flags: str, processes: int = 1) -> tuple[str
 
 @pytest.fixture(scope="module")
 def whole(scene: Path) -> tuple[str, list[dict[str, Any]]]:
-    """Four steps in one process."""
+    """Train four steps in one process."""
     where = ("--save", str(scene / "start"))
     return run(scene, scene / "whole", "--chat", str(scene / "chats.jsonl"), "--show-example", *where)
 
@@ -84,7 +84,7 @@ LAYOUTS = {"dp2": "", "cp2": "--context-parallel-size 2", "pp2": "--pipeline-mod
 def test_two_ranks_train_as_one(
     flags: str, scene: Path, whole: tuple[str, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    """From the same checkpoint, since a new model's weights depend on the layout."""
+    """Start from the same checkpoint, because a new model's weights depend on the layout."""
     start = ("--chat", str(scene / "chats.jsonl"), "--load", str(scene / "start"), "--finetune")
     _, one = run(scene, tmp_path / "one", *start)
     _, two = run(scene, tmp_path / "two", *start, *flags.split(), processes=2)

@@ -1,4 +1,4 @@
-"""Whole commands over several processes: they train, evaluate and end well."""
+"""Whole commands over several processes: they train, evaluate and succeed."""
 
 import json
 import re
@@ -29,7 +29,7 @@ RUNS = {
 
 
 FIRST = ("pp3-mtp-stage",)
-"""Of the first tier: what test_layouts.py, which makes its batches itself, does not see."""
+"""Cases of the first tier: what test_layouts.py does not catch, since it creates its batches itself."""
 
 
 @pytest.mark.parametrize(
@@ -42,11 +42,11 @@ def test_a_run_over_several_processes_trains_and_evaluates(processes: int, flags
     losses = [float(loss) for loss in re.findall(r"lm loss (\S+) \|", log)]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
-    assert log.count("expected accepted length") == 3  # at steps 2 and 4, and in the end on test data
+    assert log.count("expected accepted length") == 3  # at steps 2 and 4, and at the end on test data
 
 
 def test_rows_say_on_what_data_an_evaluation_was(tmp_path: Path) -> None:
-    """In the loop at step 2, and after it on test data: the state of step 2 is evaluated once on each."""
+    """Step 2 is evaluated once in the loop, and once after it on test data."""
     flags = "--train-iters 2 --log-interval 1 --eval-interval 2 --eval-iters 1 --split 80,10,10".split()
     launch.run(launch.pretrain(*flags, "--mtp-metrics-dir", str(tmp_path)), tmp_path / "log")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -55,7 +55,7 @@ def test_rows_say_on_what_data_an_evaluation_was(tmp_path: Path) -> None:
 
 
 def test_a_run_ends_where_nothing_is_gained_and_keeps_its_best_state(tmp_path: Path) -> None:
-    """At a learning rate of 0 every evaluation has the figure of the first one, on the same samples."""
+    """With learning rate 0, every evaluation repeats the first, on the same samples."""
     checkpoint = tmp_path / "checkpoint"
     flags = "--lr 0 --lr-decay-style constant --train-iters 20 --save-interval 8 --eval-interval 2 --eval-iters 2 "
     flags += f"--mtp-patience 3 --log-interval 2 --save {checkpoint} --load {checkpoint} --mtp-metrics-dir {tmp_path}"
@@ -76,7 +76,7 @@ def test_a_run_ends_where_nothing_is_gained_and_keeps_its_best_state(tmp_path: P
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint to train the depths of."""
+    """Create a checkpoint to train MTP layers on."""
     folder = tmp_path_factory.mktemp("start")
     flags = "--train-iters 1 --eval-interval 9 --eval-iters 0 --save-interval 1".split()
     launch.run(launch.pretrain(*flags, "--save", str(folder / "checkpoint")), folder / "log")
@@ -89,7 +89,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_depths_alone_are_saved_and_resumed_where_a_stage_has_nothing_to_train(
     flags: str, start: Path, tmp_path: Path
 ) -> None:
-    """Megatron fails in the save, or when the other stages read what the first stage wrote of its empty optimizer."""
+    """Megatron fails in the save, or when other stages load what the first stage wrote of its empty optimizer."""
 
     def run(*loaded: str, to: Path) -> dict[str, torch.Tensor]:
         fixed = "--pipeline-model-parallel-size 2 --mtp-train-only --train-iters 2 --save-interval 1 --eval-interval 9"
@@ -123,7 +123,7 @@ def test_a_run_without_a_length_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_examples_run_on_a_checkpoint(start: Path, tmp_path: Path) -> None:
-    """A loop of one's own lowers the loss, drafting says what it gained, a layer's products are in the profile."""
+    """A custom loop lowers the loss, drafting reports its gain, and the profile contains a layer's products."""
 
     def run(name: str, *arguments: str) -> str:
         return launch.run(launch.python(f"examples/{name}.py", str(start), *arguments), tmp_path / name)
@@ -139,7 +139,7 @@ def test_the_examples_run_on_a_checkpoint(start: Path, tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 def test_arms_of_reinforcement_learning(forked_python: Path, tmp_path: Path) -> None:
-    """Two steps: what the engine says of its tokens' probabilities is what the trainer computes; all arms draft."""
+    """Two steps: the engine's token probabilities match the trainer's, and all variants draft."""
     script = str(launch.ROOT / "examples" / "rl.py")
     code = (
         f"import runpy, sys; sys.executable = {str(forked_python)!r}; runpy.run_path({script!r}, run_name='__main__')"

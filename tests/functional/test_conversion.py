@@ -1,4 +1,6 @@
-"""Trained checkpoints as Hugging Face folders: other layouts give the same bytes, other programs the same numbers."""
+"""Trained checkpoints exported as Hugging Face folders: all layouts give the same bytes, and other programs the same
+numbers.
+"""
 
 import json
 from pathlib import Path
@@ -69,13 +71,13 @@ def test_a_trained_model_drafts_in_transformers_as_it_was_trained(kind: str, tmp
     done = json.loads(launch.run(command, tmp_path / "client.log").strip().splitlines()[-1])
     assert done["with"] == done["without"]
     teacher_forced = rounds(megatron_logits(checkpoint, Prompt.of(torch.tensor([done["with"]]))), done["with"], 4, 2)
-    theirs = done["accepted"][1 : 1 + len(teacher_forced)]  # the trunk's first token comes without a draft
+    theirs = done["accepted"][1 : 1 + len(teacher_forced)]  # the trunk's first token has no draft
     assert mean(theirs) / 2 == pytest.approx(mean(teacher_forced) / 2, abs=0.01)
-    assert 0.05 < mean(theirs) / 2 < 0.95  # neither says anything of the drafts if all or none are accepted
+    assert 0.05 < mean(theirs) / 2 < 0.95  # all or no drafts accepted would show nothing
 
 
 def rounds(logits: dict[str, Tensor], tokens: list[int], prompt: int, depths: int) -> list[int]:
-    """Drafts accepted in each round, if the depths' teacher-forced drafts were verified round after round."""
+    """Return the drafts accepted in each round, if teacher-forced drafts were verified round by round."""
     drafts = [logits[f"depth {depth}"].argmax(-1).tolist() for depth in range(1, depths + 1)]
     known, accepted = prompt + 1, []
     while known + depths < len(tokens):

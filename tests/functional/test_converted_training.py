@@ -1,8 +1,8 @@
-"""A converted model goes on training by its checkpoint's own arguments, in any layout, from the same loss.
+"""A converted model continues training with its checkpoint's arguments, in any layout, from the same loss.
 
-A hybrid goes back to its family after that, with the norms that its training changed.
+A hybrid is then converted back to its family, with norms that training changed.
 
-The first tier compares the logits of converted models: tests/unit/checkpoint/verify/test_verify.py.
+The first tier compares logits of converted models: tests/unit/checkpoint/verify/test_verify.py.
 """
 
 import re
@@ -48,7 +48,7 @@ CASES = {
     "nemotron_h": (3, ("single", "tp2")),
     "nemotron_h-latent": (1, ("single", "ep2")),
 }
-"""Families, the depths of each, and layouts."""
+"""Families, their numbers of MTP layers, and layouts."""
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -74,7 +74,7 @@ def test_training_starts_from_the_same_losses_in_every_layout(family: str, tmp_p
 
 
 def test_a_step_makes_the_same_weights_with_tensor_and_expert_parallelism(tmp_path: Path) -> None:
-    """Projections to a latent are whole on every rank, where Transformer Engine's or ours add up their gradients."""
+    """Every rank holds whole latent projections; Transformer Engine or this package sums their gradients."""
     source = make(tmp_path / "source", "nemotron_h-latent", 1)
     hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True))
     step = f"{RUN} --load {tmp_path / 'mcore'} --optimizer sgd --save-interval 1 --sequence-parallel".split()
@@ -94,7 +94,7 @@ def test_a_step_makes_the_same_weights_with_tensor_and_expert_parallelism(tmp_pa
 @pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
 def test_a_trained_hybrid_goes_back_to_its_family(family: str, tmp_path: Path) -> None:
-    """Also in bfloat16: a norm that Megatron keeps as w - 1 has then more digits than w."""
+    """In bfloat16 too: a norm that Megatron stores as w - 1 then has more digits than w."""
     source = make(tmp_path / "source", family, 1, torch.bfloat16)
     hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True))
     saved = tmp_path / "saved"
@@ -109,7 +109,7 @@ def test_a_trained_hybrid_goes_back_to_its_family(family: str, tmp_path: Path) -
 
 
 SEEN = r"model\.(visual|vision|time_series)|vision_model|perception"
-"""Beginnings of the tensors of towers, which are carried."""
+"""Name prefixes of the towers' tensors, which are passed through."""
 
 
 @pytest.mark.usefixtures("forked_python")
@@ -117,7 +117,7 @@ SEEN = r"model\.(visual|vision|time_series)|vision_model|perception"
     "family", ["sarvam_moe", "sarvam_mla", "glm4v_moe", "intern_s2_preview", "nemotron_h_omni", "nemo_speechlm"]
 )
 def test_twenty_steps_of_a_family_go_back_to_it(family: str, tmp_path: Path) -> None:
-    """Bit by bit before the training; after it every weight of the text has changed, and both compute the same."""
+    """Bit-identical before training; then every weight of the text model has changed, and both compute the same."""
     source = make(tmp_path / "source", family, 1)
     hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "same", Options(quiet=True), form_of(tmp_path / "mcore"))
@@ -127,7 +127,7 @@ def test_twenty_steps_of_a_family_go_back_to_it(family: str, tmp_path: Path) -> 
     saved = tmp_path / "saved"
     arguments = f"{RUN} --load {tmp_path / 'mcore'} --finetune --save {saved} --save-interval 20".split()
     launch.run(launch.python("pretrain_gpt.py", *arguments, "--train-iters", "20"), tmp_path / "train.log")
-    text = replace(form_of(saved, like=tmp_path / "mcore"), carried=())  # Megatron saves no towers
+    text = replace(form_of(saved, like=tmp_path / "mcore"), carried=())  # Megatron does not save the towers
     mcore_to_hf(saved, tmp_path / "back", Options(quiet=True), text)
     back = read(tmp_path / "back")
     assert {key for key in there if not re.match(SEEN, key)} == back.keys()

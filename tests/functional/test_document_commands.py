@@ -1,7 +1,7 @@
-"""Every block of commands in README.md and docs/ runs as it is printed, in a folder that has what it speaks of.
+"""Run every command block in README.md and docs/ unchanged, in a folder that has everything it refers to.
 
-So do the examples of every `--help`. Shell blocks go to bash, Python ones to Python, in the order in which they stand.
-What is not run (`LISTED` of document_command.py says why) is looked up and parsed; `pytest -s` shows both.
+The same for the examples of every `--help`. Shell blocks run in bash, Python blocks in Python, in page order. What is
+not run (`LISTED` of document_command.py has the reason) is looked up and parsed; `pytest -s` shows both.
 """
 
 import os
@@ -28,7 +28,7 @@ COMMAND, SCENE = (Path(__file__).parents[1] / "support" / f"document_{name}.py" 
 LINKED = "megatron_mtp pretrain_gpt.py generate_gpt.py tools scripts tests examples benchmarks LICENSE".split()
 RUN = (*SHELLS, "python")
 TOOLS = "cat cp curl dirname id ls mkdir realpath".split()
-"""Programs of the system that a document may call."""
+"""System programs that a document may call."""
 
 QUICKSTART = """
 python tools/data/preprocess.py --input my_texts --tokenizer tokenizer --output-prefix runs/quickstart/data/corpus
@@ -43,7 +43,7 @@ cp -r tokenizer runs/quickstart/data/corpus-tokenizer
 python tools/checkpoint/convert.py mcore-to-hf runs/quickstart/checkpoint runs/quickstart/exported
 for run in mine one two; do cp -r runs/quickstart runs/$run; done
 """
-"""A run like the quickstart's, of two steps, under all names that documents give to a run."""
+"""A run like the quickstart's, of two steps, under every name that documents use for a run."""
 
 FIRST = ("README.md",)
 """Documents whose commands run in the first tier."""
@@ -73,12 +73,12 @@ python pretrain_gpt.py --num-layers 8 --hidden-size 64 --num-attention-heads 4 -
     --data-path runs/quickstart/data/corpus --split 98,2,0 --tokenizer-type HuggingFaceTokenizer \\
     --tokenizer-model tokenizer --eval-interval 2 --eval-iters 1 --save trunk --save-interval 2
 """
-"""What the examples of help texts read, beside the scene, and pages that go on from another one."""
+"""What the help examples read in addition to the scene, and what pages read that continue another page."""
 GO_ON = (
     *("docs/guides/self_generated_data.md", "docs/guides/draft_vocabulary.md", "docs/guides/block_drafters.md"),
     *("docs/reference/drafters.md", "docs/reference/families.md", "docs/guides/published_drafter.md"),
 )
-"""These pages."""
+"""Pages that continue another page."""
 
 MAKES = {
     "": ("data", "exported"),
@@ -86,20 +86,20 @@ MAKES = {
     "convert": ("exported", "checkpoints/glm"),
     "preprocess": ("data",),
 }
-"""Verb to the folders that its examples make themselves."""
+"""Folders that a verb's examples create themselves."""
 
 TRAINING = (
     "--seq-length 64 --micro-batch-size 1 --global-batch-size 2 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
     "--train-iters 2 --save-interval 2 --eval-interval 2 --eval-iters 1 "
     "--moe-token-dispatcher-type allgather"
 )
-"""What documents call the flags of batches, schedule and data."""
+"""Names of shell variables in documents for flags of batches, schedule and data."""
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 256 "
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
     f"--untie-embeddings-and-output-weights --vocab-size 383 {TRAINING}"
 )
-"""What documents call the flags of a launch line."""
+"""Names of shell variables in documents for flags of a launch line."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ class Shell:
     ports: tuple[int, int]
 
     def at_its_port(self, block: str) -> str:
-        """The block with a free port in the place of the server's."""
+        """Replace the server's port in the block by a free one."""
         return block.replace("127.0.0.1:8000", f"127.0.0.1:{self.ports[0]}")
 
     def __call__(self, block: str, folder: Path) -> str:
-        """What the block printed; AssertionError where a command of it fails."""
+        """Return the block's output. Raise AssertionError if one of its commands fails."""
         done = subprocess.run(
             ["/bin/bash", "-euo", "pipefail", "-c", block],
             cwd=folder,
@@ -154,11 +154,11 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
 
 @pytest.fixture(scope="module")
 def scene(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository's doors, with models, texts and runs beside them."""
+    """Create the repository's entry points, with models, texts and runs."""
     folder = tmp_path_factory.mktemp("scene")
     for name in LINKED:
         (folder / name).symlink_to(launch.ROOT / name)
-    (folder / "docs").mkdir()  # to be read as text: ten pages' beginnings are enough to be split
+    (folder / "docs").mkdir()  # the first part of ten pages is enough text to split
     for page in sorted((launch.ROOT / "docs").rglob("*.md"))[:10]:
         (folder / "docs" / page.name).write_text(page.read_text()[:2000])
     (folder / ".venv").mkdir()
@@ -168,7 +168,7 @@ def scene(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_blocks(found: list[tuple[str, str]], shell: Shell, scene: Path, here: Path) -> None:
-    """The blocks of a page or a help text in their order, in a copy of the scene."""
+    """Run the blocks of a page or a help text in order, in a copy of the scene."""
     shutil.copytree(scene, here, symlinks=True)
     try:
         for number, (language, block) in enumerate(found):
@@ -182,7 +182,7 @@ def run_blocks(found: list[tuple[str, str]], shell: Shell, scene: Path, here: Pa
             if reason := next((why for start, why in LISTED_CODE.items() if block.startswith(start)), None):
                 print(f"[compiled alone, since it {reason}]")
                 continue
-            python = "python" if "megatron_mtp" in block else sys.executable  # others find no stand-ins for CUDA
+            python = "python" if "megatron_mtp" in block else sys.executable  # others find no CUDA stand-ins
             print(shell(f"{python} block{number}.py", here))
     finally:
         end_servers(here)
@@ -201,7 +201,7 @@ def test_the_commands_of_a_document_run(
 
 @pytest.fixture(scope="module")
 def scene_of_help(shell: Shell, scene: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The scene with what help texts take for there."""
+    """Create the scene, plus what help texts assume."""
     folder = tmp_path_factory.mktemp("help") / "scene"
     shutil.copytree(scene, folder, symlinks=True)
     shell(MADE_BEFORE, folder)
@@ -209,11 +209,11 @@ def scene_of_help(shell: Shell, scene: Path, tmp_path_factory: pytest.TempPathFa
 
 
 HELP = {verb: getattr(verbs.module_of(verb), "EXAMPLES", "") for verb in verbs.VERBS} | {"": EXAMPLES}
-"""Verb to the examples of its `--help`; "" is the program's own."""
+"""Examples in each verb's `--help`; "" is the program's own."""
 
 
 def examples(text: str) -> str:
-    """The lines of a help text that are commands, with the comments above them."""
+    """Return the lines of a help text that are commands, with the comments above them."""
     lines = text.partition("examples:\n")[2].splitlines()
     return "\n".join(line for line in takewhile(lambda line: not line or line.startswith("  "), lines))
 
@@ -242,7 +242,7 @@ BAD = {
     "bash scripts/test_smollm2.sh": "not in LISTED",
     "wget localhost": "wget: command not found",
 }
-"""What a document may not show, to what is said of it."""
+"""Patterns that a document must not show, and the expected error."""
 
 
 @pytest.mark.parametrize("command", BAD)

@@ -1,4 +1,4 @@
-"""Whole commands: a run counts what its depths may draft, others resume it in other layouts, and it drafts."""
+"""Whole commands: a run counts a draft vocabulary, others resume it in other layouts, and it drafts."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ CONTEXT, TENSOR = "--context-parallel-size 2", "--tensor-model-parallel-size 2 -
 def command(folder: Path, data: Path, *flags: str) -> launch.Command:
     arguments = [
         *(flag for flag in launch.TINY_RUN if flag != "--mock-data"),
-        # a blend that evaluations would read, and none is made
+        # a blend, which evaluations would read, but none runs
         *f"--data-path 1 {data} --split 90,5,5 --train-iters {STEPS} --eval-interval 100 --eval-iters 0".split(),
         *f"--log-interval 1 --mtp-acceptance-interval 1 --mtp-metrics-dir {folder}".split(),
         *"--attention-dropout 0 --hidden-dropout 0 --make-vocab-size-divisible-by 64".split(),
@@ -31,7 +31,7 @@ def command(folder: Path, data: Path, *flags: str) -> launch.Command:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps over two context-parallel ranks, which saves after two."""
+    """Train four steps on two context-parallel ranks, saving after two."""
     folder = tmp_path_factory.mktemp("trained")
     flags = f"--mtp-draft-vocab-size {DRAFTED} --save {folder}/checkpoint --save-interval {HALF} {CONTEXT}".split()
     log = launch.run(command(folder, corpus(folder / "corpus"), *flags), folder / "log")

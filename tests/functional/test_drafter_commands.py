@@ -1,4 +1,4 @@
-"""Whole commands: drafters are trained behind a trunk, resumed, exported, attached again, and draft."""
+"""Whole commands: drafters are trained on a trunk, resumed, exported, attached again, and draft."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ SLICES, STAGES = "--tensor-model-parallel-size 2 --sequence-parallel", "--pipeli
 
 
 def command(*flags: str, processes: int = 1) -> launch.Command:
-    """A tiny trunk of eight layers, with grouped queries and a head of its own."""
+    """Return the command of a tiny trunk of eight layers, with grouped queries and an untied head."""
     return launch.Command(
         "pretrain_gpt.py",
         (
@@ -59,7 +59,7 @@ DRAFTER = f"--drafter eagle3 --drafter-steps 3 --mtp-draft-vocab-file {DRAFTED}"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `trunk` and `drafter`, which saved after two of four steps too."""
+    """Create a folder with `trunk` and `drafter`; the drafter was also saved after two of four steps."""
     folder = tmp_path_factory.mktemp("drafter")
     launch.run(command("--save", f"{folder}/trunk"), folder / "trunk.log")
     flags = ["--load", f"{folder}/trunk", "--save", f"{folder}/drafter", "--mtp-acceptance-interval", "1"]
@@ -101,7 +101,7 @@ def test_two_ranks_go_on_with_what_one_has_trained(trained: Path, tmp_path: Path
 
 
 STILL = ["--lr", "0"]
-"""Weights stay as they begin."""
+"""Keeps weights at their initial values."""
 
 
 def same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor], keys: Iterable[str]) -> bool:
@@ -162,7 +162,7 @@ def test_the_folder_has_what_published_drafters_have(exported: Path) -> None:
 
 
 def assert_same_there_and_back(trunk: Path, exported: Path, checkpoint: Path, folder: Path) -> None:
-    """Attached to the trunk, an exported drafter is that of its checkpoint, and is exported to the same bytes."""
+    """Check that an exported drafter, attached to the trunk, equals its checkpoint, and exports to the same bytes."""
     assert convert(["verify", str(exported), str(checkpoint)]) == 0
     assert convert(["attach-drafter", str(trunk), str(exported), str(folder / "attached")]) == 0
     assert convert(["drafter-to-hf", str(folder / "attached"), str(folder / "again")]) == 0
@@ -172,7 +172,7 @@ def assert_same_there_and_back(trunk: Path, exported: Path, checkpoint: Path, fo
     assert ours.keys() == theirs.keys()
     assert [key for key, tensor in theirs.items() if not torch.equal(ours[key], tensor)] == []
     of_kernels = {key for key in DistReader(checkpoint).objects if key.startswith("drafter.")}
-    assert of_kernels <= DistReader(folder / "attached").objects.keys()  # without one of them it cannot be trained
+    assert of_kernels <= DistReader(folder / "attached").objects.keys()  # training needs all of them
 
 
 def test_a_round_trip_is_equal_bit_by_bit(trained: Path, exported: Path, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_nothing_is_written_into_a_source(trained: Path, exported: Path, capsys:
 
 
 def read_by_transformers(folder: Path, features_SX: Tensor, embedded_SH: Tensor) -> Tensor:
-    """Logits [S, N] of the first step, by transformers' Llama modules and the folder's names."""
+    """Return logits [S, N] of the first step, from transformers' Llama modules and the folder's names."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
@@ -298,7 +298,7 @@ BLOCKS = {
 
 @pytest.fixture(scope="module", params=tiered(BLOCKS, ("dspark",)))
 def block(trained: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """A folder with `drafter`, of four steps on the same trunk, and `exported`."""
+    """Create a folder with `drafter`, trained four steps on the same trunk, and `exported`."""
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
     flags = ["--load", f"{trained}/trunk", "--save", f"{folder}/drafter", "--drafter", kind, *BLOCKS[kind]]
     launch.run(command(*flags, "--drafter-steps", "3", "--drafter-blocks", "8"), folder / "log")
@@ -352,7 +352,7 @@ def test_a_block_drafter_of_another_trunk_is_refused(
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_attach_trains_exports_and_drafts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole verb, from a folder and texts; when it is given again, no finished step is taken again."""
+    """Run the whole verb from a folder and texts; a second call repeats no finished step."""
     train_bpe(["abc abd"], 258, tmp_path / "tokenizer")
     model = make(tmp_path / "model", "llama", 0, changes={"num_hidden_layers": 5, "vocab_size": 258})
     shutil.copytree(tmp_path / "tokenizer", model, dirs_exist_ok=True)
@@ -410,14 +410,14 @@ def test_latent_attention_is_trained_exported_attached_and_goes_on(trained: Path
     assert DistReader(tmp_path / "more").common()["args"].drafter_multi_latent_attention == [16, 24, 8, 4, 12]
 
 
-# --- beside MTP layers ------------------------------------------------------------------------------------------------
+# --- next to MTP layers -----------------------------------------------------------------------------------------------
 
 MTP = f"--mtp-num-layers 2 --mtp-init random --mtp-train-only --clip-grad 0 --mtp-draft-vocab-file {DRAFTED}".split()
 
 
 @pytest.fixture(scope="module")
 def beside(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `both`, which saved after two of four steps too, and what each has learned alone."""
+    """Create a folder with `both`, also saved after two of four steps, and what each learned alone."""
     folder = tmp_path_factory.mktemp("beside")
     alone = [*DRAFTER, "--clip-grad", "0"]
     for name, flags in (("mtp", MTP), ("drafter", alone), ("both", ["--use-checkpoint-args", *MTP, *DRAFTER])):

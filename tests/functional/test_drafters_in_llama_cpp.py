@@ -1,4 +1,4 @@
-"""A client that no one here wrote: llama.cpp drafts with exported drafters as our engine does.
+"""An independent client: llama.cpp drafts with exported drafters as our engine does.
 
 Skipped without LLAMA_CPP, a checkout of llama.cpp whose `build/bin` has `llama-speculative-simple`.
 """
@@ -45,7 +45,7 @@ def train(folder: Path, *flags: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a trunk that has learned a little of our own sources, and its exported folder."""
+    """Create a folder with a trunk trained briefly on our own sources, and its export."""
     made = tmp_path_factory.mktemp("llama_cpp")
     texts = [path.read_text() for path in sorted((launch.ROOT / "megatron_mtp").rglob("*.py"))]
     (made / "corpus").write_text("\n".join(texts))
@@ -75,13 +75,13 @@ def to_gguf(exported: Path, made: Path, *flags: str) -> None:
 
 
 def drafted_by_llama_cpp(folder: Path, kind: str, least: float, prompt: str) -> tuple[int, int, str]:
-    """Drafted and accepted tokens, and all that it prints."""
+    """Return drafted and accepted tokens, and all output."""
     models = f"-m {folder}/trunk.gguf -md {folder}/{kind}.gguf --spec-type draft-{kind} --spec-draft-n-max {DRAFTS} "
     models += f"--spec-draft-p-min {least}"
     types = "-ctk f32 -ctv f32 -ctkd f32 -ctvd f32 -fa off -t 1 -td 1 -c 512 -b 512"
     words = [str(PROGRAM), *models.split(), *types.split(), "--temp", "0", "--ignore-eos", "-n", str(NEW), "-p", prompt]
     libraries = os.environ | {"LD_LIBRARY_PATH": str(PROGRAM.parent)}
-    for _ in range(8):  # its last lines are lost where it ends before its log is written
+    for _ in range(8):  # if it exits before its log is flushed, the last lines are lost
         done = subprocess.run(words, env=libraries, capture_output=True, text=True, timeout=300, check=False)
         printed = done.stdout + done.stderr
         found = re.search(r"n_drafted = (\d+).*n_accept  = (\d+)", printed, re.DOTALL)
@@ -91,7 +91,7 @@ def drafted_by_llama_cpp(folder: Path, kind: str, least: float, prompt: str) -> 
 
 
 def add_drafter(folder: Path, kind: str) -> None:
-    """Train and convert it."""
+    """Train and convert the drafter."""
     train(
         folder,
         *f"--train-iters 150 --load {folder}/trunk --save {folder}/{kind} --save-interval 150".split(),
@@ -103,7 +103,7 @@ def add_drafter(folder: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "least"), [*((kind, 0) for kind in KINDS), ("dspark", 0.6)])
 def test_llama_cpp_accepts_what_our_engine_accepts(folder: Path, kind: str, least: float) -> None:
-    """The same texts, and within a point the same part of the drafts, which end where they are `least` confident."""
+    """The outputs are equal, and acceptance is within a point; drafts stop below the confidence `least`."""
     if not (folder / f"{kind}.gguf").exists():
         add_drafter(folder, kind)
     runner = load_runner(folder / kind)
@@ -115,7 +115,7 @@ def test_llama_cpp_accepts_what_our_engine_accepts(folder: Path, kind: str, leas
         begun = [*ids, *generate(runner, [ids], 1).token_ids[0]]
         longer = pieces.decode(begun)
         if [1, *pieces.encode(longer)] != begun:
-            continue  # llama.cpp reads text, and would begin with other tokens
+            continue  # llama.cpp reads text, and would tokenize it differently
         ours = generate(runner, [ids], NEW + 1, speculative=speculative)
         theirs = drafted_by_llama_cpp(folder, kind, least, longer)
         text = "".join(pieces.decode(ours.token_ids[0]).split())

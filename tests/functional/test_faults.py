@@ -1,4 +1,4 @@
-"""A rank that dies ends the whole job, which says so; where it was killed, the same command then goes on."""
+"""If a rank dies, the whole job ends with a message; after a kill, the same command resumes it."""
 
 import contextlib
 import re
@@ -12,7 +12,7 @@ import pytest
 
 STEPS, INTERVAL = 60, 20
 ENDS_WITHIN = 60
-"""Seconds after which ranks that wait for a dead one count as hanging."""
+"""Seconds after which ranks waiting for a dead one count as hanging."""
 
 
 def command(folder: Path, steps: int = STEPS) -> launch.Command:
@@ -64,7 +64,7 @@ def test_a_killed_rank_ends_the_job_and_a_restart_resumes(rank: int, tmp_path: P
 
 @pytest.mark.matrix
 def test_damage_that_one_rank_finds_ends_all_ranks(tmp_path: Path) -> None:
-    """In the second stage's file, which the second rank alone reads; the first would wait for it for ever."""
+    """The damage is in the second stage's file, which only the second rank reads; the first would wait forever."""
     two_steps = command(tmp_path, steps=2)
     launch.run(two_steps, tmp_path / "saved.log")
     file = tmp_path / "saved" / "iter_0000002" / "__1_0.distcp"
@@ -86,7 +86,7 @@ def test_damage_that_one_rank_finds_ends_all_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 def test_a_stop_that_has_saved_ends_well_although_its_signal_is_repeated(tmp_path: Path) -> None:
-    """As scripts/slurm/node.sh repeats it; ranks that ended by it made torchrun print a traceback."""
+    """scripts/slurm/node.sh repeats the signal; ranks killed by a repeated one made torchrun print a traceback."""
     log = tmp_path / "stopped.log"
     running = command(tmp_path)
     launcher = launch.start_torchrun(

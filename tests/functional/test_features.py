@@ -1,4 +1,4 @@
-"""Megatron's features leave runs with depths as they are: losses with and without their flags, step by step."""
+"""Megatron's features do not change runs with MTP layers: losses with and without their flags agree, step by step."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ Steps = dict[int, dict[str, float]]
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Tried], Steps]:
-    """The run without the flags, which several rows may share."""
+    """Return the run without the flags, which several rows may share."""
     runs: dict[tuple[int, str], Steps] = {}
 
     def get(row: Tried) -> Steps:

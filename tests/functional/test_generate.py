@@ -1,4 +1,4 @@
-"""`generate_gpt.py` as a user runs it: on a checkpoint just trained, over one process and two, and with bad input."""
+"""`generate_gpt.py` as a user runs it: on a newly trained checkpoint, with one process and two, and with bad input."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ MTP = ["--speculative-config", '{"method": "mtp"}']
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two depths after six steps, of the last of which the folder knows."""
+    """Train two MTP layers for six steps and save the last."""
     folder = tmp_path_factory.mktemp("trained")
     steps = f"--train-iters 6 --eval-interval 6 --eval-iters 1 --save-interval 6 --save {folder / 'checkpoint'} "
     steps += f"--mtp-metrics-dir {folder}"
@@ -32,7 +32,7 @@ def generate(*flags: str, processes: int = 1) -> launch.Command:
 
 
 def printed(command: launch.Command | list[str], log: Path) -> dict[str, Any]:
-    """The JSON object, which must be all of standard output."""
+    """Return the JSON object, which must be all of standard output."""
     return json.loads(launch.output(command, log))
 
 
@@ -72,7 +72,7 @@ def test_drafting_emits_what_plain_decoding_does_and_says_what_it_cost(checkpoin
     ids=["latent attention and a hybrid", "drafters", "others", "other drafters"],
 )
 def test_two_ranks_draft_what_one_does(kinds: tuple[str, ...], tmp_path: Path) -> None:
-    """All methods emit the plain text of the rank that saved the model, and draft the same tokens on two."""
+    """All methods output the plain text of the rank that saved the model, and draft the same tokens on two ranks."""
     log = launch.run(launch.torchrun(2, RANKS_WORKER, str(tmp_path), *kinds), tmp_path / "log")
     same = json.loads(next(line for line in log.splitlines() if line.startswith('{"')))
     assert tuple(same) == kinds
@@ -87,7 +87,7 @@ EXPERTS = (
 
 
 def of_experts(folder: Path, dispatcher: str = "alltoall") -> Path:
-    """Two depths with experts, after two steps."""
+    """Train two MTP layers with experts for two steps."""
     flags = EXPERTS.format(dispatcher=dispatcher).split()
     saving = ["--ckpt-format", "torch_dist", "--save", str(folder / "experts")]
     launch.run(launch.pretrain(*flags, *saving), folder / "log")
@@ -132,7 +132,7 @@ def test_experts_that_cannot_be_spread_are_refused_by_name(checkpoint: Path, tmp
 
 @pytest.mark.matrix
 def test_a_hybrid_of_two_pipeline_stages_drafts_on_one(tmp_path: Path) -> None:
-    """Greedily the plain text, and a sampled one in bfloat16; prompts of other lengths. Trees are refused."""
+    """Greedy output is the plain text; also sampled in bfloat16, with prompts of mixed lengths. Rejects trees."""
     pattern = "--hybrid-layer-pattern M-|*-/M-/M- --mamba-head-dim 16 --mamba-state-dim 16 --mamba-num-groups 2"
     steps = f"--train-iters 2 --eval-interval 2 --eval-iters 1 --save-interval 2 --save {tmp_path / 'checkpoint'}"
     stages = "--pipeline-model-parallel-size 2 --ckpt-format torch_dist"
@@ -191,7 +191,7 @@ BAD = {
 
 
 def test_bad_input_is_one_sentence(checkpoint: Path, tmp_path: Path) -> None:
-    alone = ("file", "empty", "text")  # whose prompt is what is wrong
+    alone = ("file", "empty", "text")  # here the prompt itself is wrong
     commands = [
         ["--load", str(checkpoint), *([] if name in alone else PROMPTS), *flags] for name, (flags, _) in BAD.items()
     ]
@@ -207,7 +207,7 @@ def evaluate(*flags: str) -> list[str]:
 
 
 def test_evaluate_says_what_the_evaluation_of_training_said(checkpoint: Path, tmp_path: Path) -> None:
-    """On the test data of the training, whose last row it must repeat."""
+    """On the training run's test data; its last row must be repeated."""
     data = "--mock-data --split 969,30,1 --train-iters 6 --eval-interval 6 --eval-iters 1"
     flags = ["--load", str(checkpoint), *data.split(), "--micro-batch-size", "2", "--global-batch-size", "4"]
     answer = printed(evaluate(*flags, "--json"), tmp_path / "log")

@@ -1,4 +1,4 @@
-"""Checkpoints pass between Megatron's own MTP and ours, in both directions, without a converter."""
+"""Checkpoints move between Megatron's own MTP and ours in both directions without a converter."""
 
 import pytest
 from layouts import MEGATRONS_OWN

@@ -1,6 +1,6 @@
-"""Every layout computes what a single process computes: losses, every gradient, the step; and reads its checkpoints.
+"""Every layout computes what a single process computes (losses, gradients, the step) and loads its checkpoints.
 
-Float32, the same weights and the same global batch. Differences are max |a - b| / max |b| of a whole tensor.
+Float32, with the same weights and the same global batch. Differences are max |a - b| / max |b| of a whole tensor.
 """
 
 from typing import Any
@@ -31,24 +31,24 @@ TOLERANCE = 1e-5
 
 
 def relative_difference(value: Tensor, expected: Tensor) -> float:
-    """0 where both are zero throughout."""
+    """Return the relative difference; 0 if both are all zeros."""
     largest = expected.abs().max().item()
     difference = (value - expected).abs().max().item()
     return difference / largest if largest else difference
 
 
 def assert_close(values: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """The same tensors, each within the tolerance."""
+    """Check for the same tensors, each within the tolerance."""
     assert values.keys() == expected.keys()
     differences = {name: relative_difference(values[name], expected[name]) for name in expected}
     assert {name: value for name, value in differences.items() if not value <= TOLERANCE} == {}
 
 
 def assert_same_step(record: dict[str, Any], single: dict[str, Any]) -> None:
-    """The same losses, gradients, gradient norm and weights after the step; all copies of a part the same."""
+    """Check for the same losses, gradients, gradient norm and weights after the step, and equal copies of each part."""
     assert record["losses"] == pytest.approx(single["losses"], rel=TOLERANCE)
     assert_close(record["gradients"], single["gradients"])
-    norms = [(each["grad_norm"], each["mtp_grad_norm"] or 0.0) for each in (record, single)]  # 0: in the main norm
+    norms = [(each["grad_norm"], each["mtp_grad_norm"] or 0.0) for each in (record, single)]  # 0: in the main one
     assert norms[0] == pytest.approx(norms[1], rel=TOLERANCE)
     assert_close(record["weights"], single["weights"])
     for copies in ("gradients apart", "weights apart"):
@@ -57,7 +57,7 @@ def assert_same_step(record: dict[str, Any], single: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def records(records: Records, request: pytest.FixtureRequest) -> Records:
-    """Those of the steps that are compared are made while others are looked at."""
+    """Run the compared steps ahead of the tests that read them."""
     steps = [item for item in request.session.items if item.originalname == "test_a_step_is_that_of_a_single_process"]
     cases = [item.callspec.params for item in steps]
     records.expect(f"train/{case['model']}/{layout}" for case in cases for layout in (case["layout"], SINGLE))
@@ -83,7 +83,7 @@ def test_a_step_is_that_of_a_single_process(records: Records, model: str, layout
 
 
 def test_the_mtp_layers_have_their_own_rate_norm_and_clip(records: Records) -> None:
-    """Adam's first step by hand: w - lr g / (|g| + eps), of gradients that are clipped in two groups."""
+    """Adam's first step by hand: w - lr g / (|g| + eps), with gradients clipped in two groups."""
     record = records.of(f"train/grouped-d3/{SINGLE}")
     before = DistReader(records.folder / "init" / "ours" / "grouped-d3" / "iter_0000001")
     groups = {prefix: [] for prefix in ("mtp.", "")}
@@ -116,10 +116,10 @@ def test_the_cases_cover_every_feature_of_a_model_with_every_kind_of_parallelism
         kind: {each for model, layout in CASES if kind in kinds(layout) for each in features(model)} for kind in KINDS
     }
     assert {kind: COVERED[kind] - met[kind] for kind in KINDS} == {kind: set() for kind in KINDS}
-    assert {model for model, _ in CASES} == MODELS.keys() - {"moe-d2"}  # which test_interop.py trains
+    assert {model for model, _ in CASES} == MODELS.keys() - {"moe-d2"}  # test_interop.py trains it
     assert {layout for _, layout in CASES} == LAYOUTS.keys() - {SINGLE}
     alone = {name for name, layout in LAYOUTS.items() if len(layout.models.split()) == 1}
-    assert alone == {"pp2-unbalanced", "pp2-vpp2-hybrid"}  # whose flags are the pattern of one model
+    assert alone == {"pp2-unbalanced", "pp2-vpp2-hybrid"}  # their flags are one model's pattern
 
 
 def test_the_first_tier_has_every_kind_of_parallelism() -> None:
@@ -138,7 +138,7 @@ def test_a_layout_loads_the_checkpoints_of_all_layouts(records: Records, model: 
 
 @pytest.mark.parametrize(("model", "source", "target"), [tiered(move, move == FIRST_MOVE) for move in MOVES])
 def test_training_goes_on_in_another_layout(records: Records, model: str, source: str, target: str) -> None:
-    """The optimizer moves along: the next step is that of one process which was never interrupted."""
+    """The optimizer moves too: the next step equals that of one uninterrupted process."""
     moved = records.of(f"move/{model}/{source}/{target}")
     saved = records.of(f"train/{model}/{source}")["weights"]
     assert [name for name in saved if not equal(moved["loaded"][name], saved[name])] == []
@@ -146,7 +146,7 @@ def test_training_goes_on_in_another_layout(records: Records, model: str, source
 
 
 def test_a_missing_embedding_group_is_seen(records: Records) -> None:
-    """A planted fault: the last stage's copy of the embedding keeps its gradient to itself."""
+    """With a planted fault: the last stage's copy of the embedding keeps its gradient to itself."""
     faulty = records.of("train/tied-d3/pp2/no-embedding-group")
     with pytest.raises(AssertionError):
         assert_same_step(faulty, records.of(f"train/tied-d3/{SINGLE}"))
@@ -164,7 +164,7 @@ def test_tied_embeddings_over_two_stages_can_be_saved_unlike_with_megatrons_own_
 
 @pytest.mark.parametrize("model", ["frozen-d3", "frozen-moe-d3"])
 def test_training_the_depths_alone_leaves_the_trunk_as_it_was_bit_by_bit(records: Records, model: str) -> None:
-    """Routers and their biases included; the optimizer knows the depths alone."""
+    """Including routers and their biases; the optimizer only has the MTP layers."""
     trained = records.of(f"train/{model}/{SINGLE}")["weights"]
     before = DistReader(records.folder / "init" / "ours" / model / "iter_0000001")
     changed = {name for name, weight in trained.items() if not equal(weight, before.read(name))}

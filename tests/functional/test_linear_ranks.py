@@ -1,4 +1,4 @@
-"""losses/linear_cross_entropy.py with the vocabulary cut over two ranks."""
+"""losses/linear_cross_entropy.py with the vocabulary split over two ranks."""
 
 import re
 from pathlib import Path

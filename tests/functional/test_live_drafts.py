@@ -1,4 +1,4 @@
-"""--mtp-draft-prompts: what drafting accepts with the weights of a run, which goes on as without the flag."""
+"""--mtp-draft-prompts: acceptance with the weights of a run, which continues as without the flag."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer, a corpus that repeats itself, and prompts of it."""
+    """Create a folder with a tokenizer, a repetitive corpus, and prompts from it."""
     folder = tmp_path_factory.mktemp("data")
     tokenizer_in(folder / "tokenizer")
     (folder / "text.jsonl").write_text(f"{json.dumps({'text': TEXT * 20})}\n" * 20)

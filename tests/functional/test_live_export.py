@@ -1,4 +1,4 @@
-"""checkpoint/convert/live.py: what ranks hold, given out under the names and with the bits that mcore-to-hf writes."""
+"""checkpoint/convert/live.py: ranks' weights are exported with the names and bits that mcore-to-hf writes."""
 
 import pytest
 from records import Records

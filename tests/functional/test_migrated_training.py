@@ -1,6 +1,6 @@
-"""A run that changes between GPT and hybrid model half-way has the losses of a run that does not.
+"""A run that switches between GPT and hybrid model halfway has the same losses as one that does not.
 
-The first tier has the same conversions, bit by bit: tests/unit/checkpoint/convert/test_migration.py.
+The first tier tests the same conversions bit by bit: tests/unit/checkpoint/convert/test_migration.py.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ MORE = {
 
 
 def losses(folder: Path, name: str, flags: str, processes: int = 1) -> dict[int, dict[str, float]]:
-    """Losses and gradient norms of a run's steps."""
+    """Return losses and gradient norms of a run's steps."""
     words = f"{RUN} {flags} --mtp-metrics-dir {folder / f'{name}-metrics'}".split()
     launch.run(launch.Command("pretrain_gpt.py", tuple(words), processes), folder / f"{name}.log")
     return launch.learned(folder / f"{name}-metrics")
@@ -55,14 +55,14 @@ def losses(folder: Path, name: str, flags: str, processes: int = 1) -> dict[int,
 
 @dataclass(frozen=True)
 class Layout:
-    """So many processes, and their flags."""
+    """Number of processes, and their flags."""
 
     flags: str = ""
     processes: int = 1
 
 
 def both(folder: Path, model: str, run: str, before: Layout = Layout(), after: Layout = Layout()) -> None:
-    """Run all steps; and from half-way on in the other form, maybe in another layout."""
+    """Run all steps; and from halfway on in the other form, possibly in another layout."""
     (folder / "ids.txt").write_text("\n".join(map(str, range(10, 60))))
     run = run.replace("IDS", str(folder / "ids.txt"))
     saves = f"--save {folder / 'run'} --save-interval {HALF}"

@@ -1,6 +1,6 @@
-"""losses/mtp_loss.py beside a policy's loss, in Megatron's schedules and every layout.
+"""losses/mtp_loss.py next to a policy's loss, in Megatron's schedules and every layout.
 
-The depths' gradients are those of a loop over single rollouts in float64, and the policy's do not change by a bit.
+The MTP gradients match a loop over single rollouts in float64, and the policy's are bit-identical.
 """
 
 import pytest
@@ -18,10 +18,10 @@ def relative_difference(value: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("layout", tiered(["single", "tp2", "tp2-sp", "pp2", "cp2", "dp2"], ["single"]))
 def test_the_depths_learn_and_the_policy_does_not_notice(records: Records, layout: str) -> None:
-    """Four microbatches of different lengths, in packed rows and in padded ones."""
+    """Four microbatches of different lengths, in packed and in padded rows."""
     record, reference = records.of(f"policy/untied-d3/{layout}"), records.of("policy_reference/untied-d3")
     assert {kind: keys for kind, keys in record["trunk"].items() if "joined" not in kind and keys} == {}
-    assert all(record["trunk"][f"{form} joined"] for form in FORMS)  # without the switch they differ
+    assert all(record["trunk"][f"{form} joined"] for form in FORMS)  # without detaching they differ
     far = {
         (form, loss, key): difference
         for form in FORMS

@@ -1,4 +1,4 @@
-"""Training in bfloat16 with float32 master weights, next to the same training in float32."""
+"""Training in bfloat16 with float32 master weights, compared with the same training in float32."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ COMMON = "--lr 5e-3 --log-interval 1 --eval-interval 100 --eval-iters 0".split()
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The weights that both runs start from: drawn in bfloat16 they would be other ones."""
+    """Create the weights that both runs start from: drawn in bfloat16 they would differ."""
     folder = tmp_path_factory.mktemp("start")
     command = launch.pretrain(*COMMON, *f"--train-iters 1 --save-interval 1 --save {folder}/saved".split())
     launch.run(command, folder / "log")
@@ -23,7 +23,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(folder: Path) -> torch.Tensor:
-    """Of trunk and depths at every step, [steps, 3]."""
+    """Return losses of trunk and MTP layers at every step, [steps, 3]."""
     return torch.tensor([[row[name] for name in LOSSES] for row in launch.learned(folder).values()])
 
 

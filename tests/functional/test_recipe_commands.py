@@ -1,4 +1,4 @@
-"""Every recipe starts a training, and what it sets is what the run was given; flags of the command line win."""
+"""Every recipe starts training with the settings that it names; command-line flags win."""
 
 from pathlib import Path
 
@@ -61,7 +61,7 @@ def test_settings_are_flags_of_train_under_their_own_names() -> None:
 
 
 def attached(tmp_path: Path, *flags: str) -> list[str]:
-    """The training of `attach` with these flags."""
+    """Return the flags of the training that `attach` starts with these flags."""
     (tmp_path / "hf").mkdir(exist_ok=True)
     given = attach.given_settings([str(tmp_path / "hf"), "texts", str(tmp_path / "run"), *flags], "attach")
     return training_of(given, choice(given), 100)

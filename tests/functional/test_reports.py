@@ -1,4 +1,4 @@
-"""What public bug reports do to other projects, as commands of this one with the right answer: a row each.
+"""Public bug reports of other projects, as commands of this one with the correct result: one row each.
 
 To add a report, add a row to `REPORTS`; a folder that it needs is a function in `FOLDERS`, named in braces.
 """
@@ -25,9 +25,9 @@ class Report:
     Attributes:
         where: the report, or the habit.
         what: what goes wrong elsewhere.
-        command: after `megatron-mtp`; {names} are those of `FOLDERS`, and {new} is a path without anything.
+        command: arguments of `megatron-mtp`; {names} are those of `FOLDERS`, and {new} is an unused path.
         status: its exit status.
-        says: what it prints.
+        says: expected output.
     """
 
     where: str
@@ -44,7 +44,7 @@ REPORTS = (
         "an export leaves out files that hold an MTP tensor, with lm_head and layers of the trunk",
         "convert mcore-to-hf {converted} {new}",
         0,
-        "tensors: 165",  # as many as the folder had
+        "tensors: 165",  # as many as in the folder
     ),
     Report(
         "saving with transformers",

@@ -1,6 +1,6 @@
-"""Whole commands: a run that stops, or is killed, and resumes ends with the bits of one that was never interrupted.
+"""Whole commands: a run that is stopped or killed, and resumed, ends bit-identical to an uninterrupted one.
 
-Its losses change after the second step, so that it stops, or is killed, in the second phase.
+Its losses change after the second step, so that it stops or is killed in the second phase.
 """
 
 import json
@@ -23,8 +23,9 @@ SCHEDULE = ("--mtp-loss", "ce:0.34,e2e_tv:0.66")
 
 @dataclass(frozen=True)
 class Run:
-    """A training run of six steps with dropout, so that a lost random state would show, and a parameter group of
-    the MTP layers; it saves every third step."""
+    """A training run of six steps with dropout, so that a lost random state would show, and a parameter group of the
+    MTP layers; it saves every third step.
+    """
 
     folder: Path
     flags: tuple[str, ...] = ()
@@ -56,7 +57,7 @@ class Run:
         return launch.run(self.command(), self.log)
 
     def checkpoint(self) -> dict[str, Any]:
-        """Everything in the last checkpoint that is a tensor: weights and optimizer state."""
+        """Return every tensor of the last checkpoint: weights and optimizer state."""
         file = self.folder / "whole.pt"
         dcp_to_torch_save(self.checkpoints / f"iter_{STEPS:07d}", file)
         return dict(_tensors(torch.load(file, weights_only=False)))
@@ -71,12 +72,12 @@ def _tensors(state: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
 
 
 def printed_steps(log: str) -> list[int]:
-    """The steps that a command took."""
+    """Return the steps that a command printed."""
     return [int(step) for step in re.findall(rf"step (\d+)/{STEPS} \|", log)]
 
 
 def assert_same_end(run: Run, uninterrupted: Run) -> None:
-    """Not from the printed losses: Megatron's second line after a start is the mean of two steps (0.19.2)."""
+    """Do not compare the printed losses: Megatron's second line after a start is the mean of two steps (0.19.2)."""
     assert launch.learned(run.folder) == launch.learned(uninterrupted.folder)
     assert all("mtp grad norm" in row for row in launch.learned(run.folder).values())
     ours, theirs = run.checkpoint(), uninterrupted.checkpoint()
@@ -93,7 +94,7 @@ def assert_same_end(run: Run, uninterrupted: Run) -> None:
 def uninterrupted_and_stopped(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Run, Run]:
-    """A whole run, and half of one, which ended after the third step; side by side, since one keeps one core busy."""
+    """Return a whole run, and one that stopped after the third step, run in parallel, since each uses one core."""
     flags = (*SCHEDULE, *request.param)
     whole, half = (Run(tmp_path_factory.mktemp(name), flags) for name in ("uninterrupted", "stopped"))
     of_whole = launch.start(whole.command(), whole.log)
@@ -150,7 +151,7 @@ BEST = "--train-iters 24 --eval-interval 4 --eval-iters 2 --mtp-patience 9 --sav
 @pytest.mark.matrix
 @pytest.mark.parametrize("moment", ["the save of a better state", "its name in best.json"])
 def test_a_run_killed_around_a_better_state_keeps_the_best_one(moment: str, tmp_path: Path) -> None:
-    """Every fourth step is evaluated, and most are better than those before."""
+    """Every fourth step is evaluated, and most evaluations improve on earlier ones."""
     never, killed = Run(tmp_path / "never", (*BEST,)), Run(tmp_path / "killed", (*BEST,))
     never.folder.mkdir()
     never.run()

@@ -1,4 +1,4 @@
-"""Drafters under context parallelism whose keys go around the ranks (ring_worker.py), in float64."""
+"""Drafters under context parallelism with ring attention (ring_worker.py), in float64."""
 
 import json
 from collections.abc import Sequence

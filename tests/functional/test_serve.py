@@ -1,4 +1,4 @@
-"""`megatron-mtp serve` as clients meet it: a trained checkpoint, the official client, curl, hostile bodies, signals."""
+"""`megatron-mtp serve` as clients use it: a trained checkpoint, the official client, curl, hostile bodies, signals."""
 
 import asyncio
 import json
@@ -37,10 +37,10 @@ TIMEOUT = 60
 
 @dataclass
 class Served:
-    """A server that runs.
+    """A running server.
 
     Attributes:
-        url: where.
+        url: its address.
         process: its process, which writes to `log`.
     """
 
@@ -67,13 +67,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """After enough steps of the mock data to count on from a prompt, as a drafter can learn."""
+    """Train on the mock data until the model continues counting from a prompt, which a drafter can learn."""
     steps = "--train-iters 80 --save-interval 80 --eval-interval 80 --lr 5e-3"
     return trained(tmp_path_factory.mktemp("counting"), f"--num-layers 4 {steps}")
 
 
 def trained(folder: Path, flags: str = "") -> Path:
-    """A checkpoint of two depths after six steps, and a tokenizer with a chat template."""
+    """Train two MTP layers for six steps, with a tokenizer that has a chat template."""
     steps = f"--train-iters 6 --eval-interval 6 --eval-iters 1 --save-interval 6 --save {folder / 'checkpoint'} "
     sizes = f"--vocab-size {ENTRIES} --max-position-embeddings 256"
     launch.run(launch.pretrain(*f"{steps} {sizes} {flags}".split(), "--ckpt-format", "torch_dist"), folder / "log")
@@ -106,7 +106,7 @@ def until(holds: Callable[[], bool], seconds: float = TIMEOUT) -> None:
 
 @pytest.fixture(scope="module")
 def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Ends by SIGTERM, with status 0."""
+    """Run a server; it must exit with status 0 after SIGTERM."""
     server = start(folder, tmp_path_factory.mktemp("served") / "log", "--max-running", "8")
     try:
         yield server
@@ -127,7 +127,7 @@ def test_texts_and_acceptance_are_those_of_generate(served: Served, folder: Path
 def assert_same_as_generated(
     served: Served, folder: Path, tmp_path: Path, drafting: list[str] = MTP, ranks: int = 1
 ) -> None:
-    """All prompts at once here, one batch of so many tensor-parallel ranks there."""
+    """Send all prompts at once to the server, and generate them as one batch on so many tensor-parallel ranks."""
     flags = [part for prompt in PROMPTS for part in ("--prompt-ids", prompt)]
     given = ["--load", str(folder / "checkpoint"), *flags, "--max-new-tokens", "40", "--batch-size", "4", *drafting]
     command = launch.torchrun(ranks, "generate_gpt.py", *given, "--json")
@@ -145,7 +145,7 @@ def assert_same_as_generated(
 def test_samples_by_the_server_are_those_of_the_checkpoint_also_after_a_kill(
     served: Served, folder: Path, tmp_path: Path
 ) -> None:
-    """Chats of two turns of the user, with a tool; the first command is killed while it waits for a text."""
+    """Chats of two user turns, with a tool; the first command is killed while it waits for a response."""
     turns = [{"role": role, "content": "ab"} for role in ("user", "assistant", "user")]
     tools = [{"type": "function", "function": {"name": "add"}}]
     chats = [{"messages": [{"role": "system", "content": f"{number}"}, *turns], "tools": tools} for number in range(9)]
@@ -179,7 +179,7 @@ def test_samples_by_the_server_are_those_of_the_checkpoint_also_after_a_kill(
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_a_drafter_serves_what_it_generates_on_two_ranks(kind: str, counting: Path, tmp_path: Path) -> None:
-    """Trained behind the trunk of a checkpoint whose MTP layers are left out."""
+    """The drafter is trained on a checkpoint's trunk, without its MTP layers."""
     given = f"--use-checkpoint-args --load {counting}/checkpoint --save {tmp_path}/checkpoint --save-interval 40 "
     given += "" if DRAFTERS[kind].reads == 0 else "--drafter-layers 1 2 3 "
     given += f"--drafter {kind} --drafter-steps 3 --seq-length 64 --train-iters 40 --lr 1e-2 "
@@ -190,7 +190,7 @@ def test_a_drafter_serves_what_it_generates_on_two_ranks(kind: str, counting: Pa
     server = start(tmp_path, tmp_path / "log", *drafting)
     try:
         assert_same_as_generated(server, tmp_path, tmp_path, drafting, ranks=2)
-        # Of features in another order 3 drafts of EAGLE-3 would be accepted, and none of DFlash.
+        # With features in the wrong order, 3 drafts of EAGLE-3 would be accepted, and none of DFlash.
         assert server.metric("spec_decode_num_accepted_tokens_total") >= 10
     finally:
         server.process.kill()
@@ -198,7 +198,7 @@ def test_a_drafter_serves_what_it_generates_on_two_ranks(kind: str, counting: Pa
 
 @pytest.mark.matrix
 def test_a_hybrid_is_served_as_it_generates(tmp_path: Path) -> None:
-    """Two of the four texts wait, and take the others' states over."""
+    """Two of the four requests wait, and then take over the others' states."""
     folder = trained(tmp_path, HYBRID)
     server = start(folder, tmp_path / "served", "--max-running", "2")
     try:
@@ -354,7 +354,7 @@ def test_a_signal_drains_and_a_second_one_ends_at_once(folder: Path, tmp_path: P
 
 
 def answers(server: Served) -> list[Any]:
-    """Greedy and sampled, with a stop string, from several clients at once."""
+    """Return greedy and sampled outputs, with a stop string, from several clients at once."""
     bodies: list[dict[str, Any]] = [
         {"prompt": [[int(one) for one in prompt.split(",")] for prompt in PROMPTS], "max_tokens": 30},
         {"prompt": "ab", "temperature": 1, "seed": 3, "n": 3, "max_tokens": 30},
@@ -367,7 +367,7 @@ def answers(server: Served) -> list[Any]:
 
 @pytest.mark.matrix
 def test_two_ranks_serve_what_one_does(served: Served, folder: Path, tmp_path: Path) -> None:
-    """They warm up, idle, take requests, let one go whose client has gone, and end with the first rank's drain."""
+    """They warm up, idle, take requests, abort one whose client disconnected, and end when the first rank drains."""
     server = start(folder, tmp_path / "log", "--warm-up", "--max-running", "3", ranks=2)
     try:
         assert "> warm-up: " in server.log.read_text()
@@ -380,7 +380,7 @@ def test_two_ranks_serve_what_one_does(served: Served, folder: Path, tmp_path: P
             pass
         until(lambda: server.metric("num_requests_running") == 0)
         assert answers(server) == expected
-        automatic = {"method": "mtp", "num_speculative_tokens": "auto"}  # rank 0 chooses for both
+        automatic = {"method": "mtp", "num_speculative_tokens": "auto"}  # rank 0 chooses for both ranks
         same = [one.post(prompt="ab", max_tokens=150, return_token_ids=True, **more).json()["choices"][0]["token_ids"]
                 for one, more in ((served, {}), (server, {"speculative_config": automatic}))]  # fmt: skip
         assert same[0] == same[1]

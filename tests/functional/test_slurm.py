@@ -1,6 +1,6 @@
-"""The jobs of scripts/slurm on a SLURM of two nodes: a run that is preempted twice ends as one that never was.
+"""The jobs of scripts/slurm on a SLURM cluster of two nodes: a run preempted twice ends like an uninterrupted one.
 
-Optional: `scripts/test_slurm.sh` starts such a SLURM on this machine and runs this; else it is skipped.
+Optional: `scripts/test_slurm.sh` starts such a cluster on this machine and runs this; otherwise skipped.
 """
 
 import os
@@ -17,11 +17,11 @@ import pytest
 
 STEPS = 150
 PATIENCE = 1800
-"""Seconds in which a job has to do what is waited for."""
+"""Seconds that a job has to do what a test waits for."""
 
 
 def slurm(*command: str) -> str:
-    """What a command of SLURM prints."""
+    """Return the output of a SLURM command."""
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -49,7 +49,7 @@ class Job:
         self.number = submitted.stdout.strip()
 
     def facts(self) -> dict[str, str]:
-        """What SLURM says of it; of an array, of the first element in its list."""
+        """Return SLURM's fields of the job; for an array, those of the first task in its list."""
         return dict(re.findall(r"(\w+)=(\S*)", slurm("scontrol", "show", "job", self.number)))
 
     def printed(self) -> str:
@@ -57,7 +57,7 @@ class Job:
         return "".join(file.read_text(errors="replace") for file in outputs)
 
     def wait(self, what: str, happened: Callable[[], bool]) -> None:
-        """Until it has happened; AssertionError if the job has ended without."""
+        """Wait until it has happened. Raise AssertionError if the job has ended without it."""
         deadline = time.monotonic() + PATIENCE
         while not happened():
             assert not self.ended() or happened(), f"the job ended before {what}:\n{self.printed()[-6000:]}"
@@ -65,31 +65,31 @@ class Job:
             time.sleep(0.1)
 
     def ended(self) -> bool:
-        """Neither it nor an element of its array is in the queue."""
+        """Return whether neither the job nor a task of its array is in the queue."""
         return slurm("squeue", "--noheader", "--jobs", self.number) == ""
 
     def finish(self) -> str:
-        """What it printed, once it has ended well."""
+        """Return the job's output after it has succeeded."""
         self.wait("its end", self.ended)
         states = re.findall(r"JobState=(\w+)", slurm("scontrol", "show", "job", self.number))
         assert set(states) == {"COMPLETED"}, f"{states}:\n{self.printed()[-6000:]}"
         return self.printed()
 
     def steps(self) -> list[int]:
-        """The training steps in the run's log, in the order in which they were taken."""
+        """Return the training steps in the run's log, in the order in which they ran."""
         log = self.run / "log.txt"
         text = log.read_text(errors="replace") if log.exists() else ""
         return [int(step) for step in re.findall(rf"step (\d+)/{STEPS} \|", text)]
 
     def stop_by(self, stop: Callable[[], object]) -> int:
-        """Stop it while it trains, see it in the queue again and let it start at once: its last step before."""
+        """Stop the job while it trains, wait for the requeue, and start it at once. Return its last step before."""
         before = len(self.steps())
         self.wait("three steps", lambda: len(self.steps()) >= before + 3)
         stop()
         self.wait("the requeue", lambda: self.facts()["JobState"] == "PENDING")
         last = self.steps()[-1]
         self.wait("an empty queue", lambda: slurm("squeue", "--noheader", "--states=R,CG") == "")
-        time.sleep(3)  # SLURM refuses a start in the second of the requeue; by itself it waits for two minutes
+        time.sleep(3)  # SLURM refuses a start within a second of the requeue, and by itself waits for two minutes
         slurm("scontrol", "update", f"JobId={self.number}", "StartTime=now")
         return last
 
@@ -105,7 +105,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sweep(folder: Path) -> Job:
-    """An array of two runs, of a node and two ranks each, that are not interrupted."""
+    """Run an array of two runs, each with a node and two ranks, without interruption."""
     job = Job(
         folder / "sweep", "pretrain", "tiny", options="--nodes=1 --array=0-1",
         SWEEP="SEED=1234 77", RANKS_PER_NODE="2", SAVE_INTERVAL="1000",
@@ -116,7 +116,7 @@ def sweep(folder: Path) -> Job:
 
 @pytest.fixture(scope="module")
 def preempted(sweep: Job, folder: Path) -> Job:
-    """The first of them over two nodes: SLURM takes these for another job, then gives the signal of `--signal`."""
+    """Run the first of them on two nodes: SLURM preempts it for another job, then sends the signal of `--signal`."""
     job = Job(folder / "preempted", "pretrain", "tiny", SAVE_INTERVAL="1000")
     first = job.stop_by(lambda: slurm("sbatch", "--partition=high", "--nodes=2", "--output=/dev/null", "--wrap=true"))
     second = job.stop_by(lambda: slurm("scancel", "--signal=USR1", job.number))
@@ -160,7 +160,7 @@ def test_a_checkpoint_is_evaluated_and_converted(preempted: Job) -> None:
 def test_a_cancelled_job_is_not_queued_again(folder: Path) -> None:
     job = Job(folder / "cancelled", "pretrain", "tiny")
     job.wait("its step", lambda: f"{job.number}.0 " in slurm("squeue", "--noheader", "--steps", "--jobs", job.number))
-    time.sleep(1)  # the first lines of node.sh
+    time.sleep(1)  # time for the first lines of node.sh
     slurm("scancel", job.number)
     job.wait("its end", job.ended)
     assert job.facts()["JobState"] == "CANCELLED"

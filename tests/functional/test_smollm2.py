@@ -1,6 +1,6 @@
-"""A real model, SmolLM2-135M-Instruct: to Megatron and back bit by bit, and the same perplexity of a real text.
+"""A real model, SmolLM2-135M-Instruct: bit-identical after a round trip, with the same perplexity of a real text.
 
-Optional: `scripts/test_smollm2.sh` gets the model and runs this; else it is skipped.
+Optional: `scripts/test_smollm2.sh` downloads the model and runs this; otherwise skipped.
 """
 
 from pathlib import Path

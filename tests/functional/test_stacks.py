@@ -1,4 +1,4 @@
-"""Frameworks' own models of tiny folders, with attached layers: policy steps, fine-tuning, LoRA, exports, drafts."""
+"""Frameworks' own models of tiny folders with attached layers: policy steps, fine-tuning, LoRA, exports, drafts."""
 
 import json
 import os
@@ -37,16 +37,18 @@ pytestmark = pytest.mark.matrix
 ENVIRONMENTS = ROOT / ".venv-stacks"
 FRAMEWORKS = ("megatron_bridge", "ms_swift")
 HEADS = [("qwen3", "new"), ("glm4_moe", "new"), ("glm4_moe", "own"), ("deepseek_v3", "new"), ("deepseek_v3", "own")]
-"""A layer that is attached to the model of a folder without one, or the folder's own."""
+"""Families, and whether the layer is attached to a model without MTP layers or is the folder's own."""
 
 LORA = [("megatron_bridge", "own", False), ("megatron_bridge", "new", True), ("ms_swift", "own", True)]
-"""Whether the layer drafts the new text better than the old one does: Bridge's targets leave out its projection."""
+"""The last value: whether the layer drafts the new data better than the old layer; Bridge's targets omit its
+projection.
+"""
 
 COPIES = {"model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"}
-"""Of the trunk's embedding and head, in folders of GLM-4.5."""
+"""Copies of the trunk's embedding and head, in GLM-4.5 folders."""
 
 LINES = {"tuned on": (5, 7), "adapted to": (7, 3)}
-"""Texts by what is done with them."""
+"""Factor and constant of the sequences, by their use."""
 
 TRAIN = (
     f"--use-checkpoint-args --finetune --no-load-optim --no-load-rng --seed {SEED} --split {SPLIT} "
@@ -60,7 +62,7 @@ TRAIN = (
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Prefixes of the texts of LINES."""
+    """Return prefixes of the corpora of LINES."""
     return {name: write_corpus(tmp_path_factory.mktemp("corpus") / "rows", line) for name, line in LINES.items()}
 
 
@@ -70,7 +72,7 @@ def needs(framework: str) -> None:
 
 
 def with_modules(*folders: Path) -> dict[str, str]:
-    """The environment of a Python program that finds its modules in these folders."""
+    """Return the environment of a Python program that imports modules from these folders."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
 
 
@@ -79,7 +81,7 @@ Worked = Callable[[str, str, Path, Path, Path, str], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def worked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worked]:
-    """The record of a job, from the process of its framework: stack_worker.py."""
+    """Return a function that runs a job in its framework's process: stack_worker.py."""
     logs, workers = tmp_path_factory.mktemp("frameworks"), dict[str, Callable[..., dict[str, Any]]]()
     with ExitStack() as ending:
 
@@ -87,7 +89,7 @@ def worked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worked]:
             if framework not in workers:
                 command = [sys.executable, str(Path(__file__).parents[1] / "support" / "stack_worker.py"), framework]
                 environment = with_modules(ENVIRONMENTS / framework, ROOT, ROOT / "tests" / "support")
-                environment["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow's thread, before forks
+                environment["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # no pyarrow thread before forking
                 workers[framework] = ending.enter_context(worker(command, environment, logs / framework))
             return workers[framework](job, *map(str, (folder, corpus, out)), head)
 
@@ -97,7 +99,7 @@ def worked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worked]:
 def converted(folder: Path, checkpoint: Path) -> Path:
     from megatron_mtp.megatron.runtime import prepare
 
-    prepare()  # here, since Megatron would be imported for every test of this folder
+    prepare()  # here, because it would import Megatron for every test of this folder
     from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
     from megatron_mtp.checkpoint.convert.stream import Options
 
@@ -106,7 +108,7 @@ def converted(folder: Path, checkpoint: Path) -> Path:
 
 
 def trained(folder: Path, corpus: Path, tmp_path: Path) -> tuple[Path, list[float]]:
-    """The checkpoint of `megatron-mtp train` from a folder, and the layer's loss in the first and the last step."""
+    """Return the checkpoint of `megatron-mtp train` from a folder, and the layer's first and last loss."""
     start, saved, metrics = converted(folder, tmp_path / "start"), tmp_path / "saved", tmp_path / "metrics"
     paths = ("--load", start, "--save", saved, "--mtp-metrics-dir", metrics, "--data-path", corpus)
     launch.run(launch.python("pretrain_gpt.py", *TRAIN, *map(str, paths)), tmp_path / "train.log")
@@ -144,7 +146,7 @@ def test_a_frameworks_model_trains_attached_layers_that_draft_as_those_of_our_tr
 def test_a_frameworks_model_trains_a_drafter_beside_a_trunk_that_does_not_change_by_a_bit(
     framework: str, kind: str, corpora: dict[str, Path], worked: Worked, tmp_path: Path
 ) -> None:
-    """The trunk as the framework exports it, and the drafter's folder: the two together draft."""
+    """The trunk as exported by the framework and the drafter's folder draft together."""
     needs(framework)
     folder, out = make(tmp_path / "hf", "qwen3", 0, changes={"num_hidden_layers": 5}), tmp_path / "out"
     record = worked("drafter", framework, folder, corpora["tuned on"], out, kind)
@@ -163,7 +165,7 @@ def test_a_frameworks_model_trains_a_drafter_beside_a_trunk_that_does_not_change
 
 @pytest.fixture(scope="module")
 def tuned(corpora: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose MTP layer drafts the first texts."""
+    """Create a folder whose MTP layer drafts the first line."""
     scene = tmp_path_factory.mktemp("tuned")
     folder = make(scene / "hf", "glm4_moe", 1, changes={"n_shared_experts": 1})
     checkpoint, _ = trained(folder, corpora["tuned on"], scene)
@@ -194,7 +196,7 @@ def test_lora_keeps_layers_that_are_attached_and_a_lost_one_is_grafted_back(
     assert record["changed"] == []  # merged tensors of the trunk
     assert record["learned"] > 0
     assert record["lost"]
-    assert all(".layers.3." in name for name in record["lost"])  # behind the trunk's last layer
+    assert all(".layers.3." in name for name in record["lost"])  # after the trunk's last layer
     assert record["losses"][1] < record["losses"][0]
     assert min(record["accepted"], record["accepted of the graft"]) > 0
     if follows:
@@ -205,9 +207,9 @@ def test_lora_keeps_layers_that_are_attached_and_a_lost_one_is_grafted_back(
 def test_verls_engine_trains_the_layers_beside_a_policy_that_does_not_change_by_a_bit(
     family: str, head: str, tmp_path: Path
 ) -> None:
-    """Its Megatron engine, of the release and patched; the folder's own layer is loaded, and sent for rollouts.
+    """verl's Megatron engine, original and patched; the folder's own layer is loaded, and sent for rollouts.
 
-    A drafter is what the line `heads = [...]` of the patch names.
+    The line `heads = [...]` of the patch selects the drafter.
     """
     needs("megatron_bridge")
     needs("verl")
@@ -238,7 +240,7 @@ def test_verls_engine_trains_the_layers_beside_a_policy_that_does_not_change_by_
     assert len(layer) == {"new": 12, "own": 26, "dspark": 47}[head]
     trained = {name for name in layer if patched[f"gradient 0 of {name}"].any()}
     changed = {name for name in layer if not torch.equal(patched[f"weight 2 of {name}"], patched[f"start of {name}"])}
-    late = {f"{module}layers.0.markov_w1"} if head == "dspark" else set()  # beside a factor that begins as zeros
+    late = {f"{module}layers.0.markov_w1"} if head == "dspark" else set()  # multiplied by a factor that starts at zero
     assert {*layer} - trained == late
     assert {*layer} - changed == set()
     sent = {name.removeprefix("sent ") for name in patched.keys() - plain.keys() if name.startswith("sent ")}

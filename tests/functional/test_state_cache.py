@@ -1,4 +1,4 @@
-"""--mtp-state-cache: a training that reads the trunk's states is that which computes them, to the last bit."""
+"""--mtp-state-cache: training that reads the trunk's states is bit-identical to training that computes them."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ STEPS = "--train-iters 4 --eval-interval 2 --eval-iters 2"
 
 
 def train(folder: Path, data: Path, name: str, flags: str, layout: str = "alone", trunk: str = "dense") -> str:
-    """The log of a run, whose metrics are in `folder/name`."""
+    """Return the log of a run, whose metrics are in `folder/name`."""
     words = [word for word in launch.PLAIN_RUN if word != "--mock-data"]
     at = words.index("--num-layers")
     del words[at : at + 2]
@@ -51,7 +51,7 @@ def train(folder: Path, data: Path, name: str, flags: str, layout: str = "alone"
 
 
 def figures(folder: Path) -> list[dict[str, float]]:
-    """Every row of metrics.jsonl, without what is of the machine."""
+    """Return every row of metrics.jsonl, without machine-dependent values."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{name: row[name] for name in row.keys() - launch.MEASURED} for row in rows]
 
@@ -63,7 +63,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trunks(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
-    """A folder with a checkpoint of every trunk."""
+    """Create a folder with a checkpoint of every trunk."""
     folder = tmp_path_factory.mktemp("trunks")
     for trunk in TRUNKS:
         saved = f"--save {folder / trunk} --save-interval 4 --mtp-acceptance-interval 0"
@@ -105,7 +105,7 @@ def test_another_head_loss_seed_and_length_read_the_same_states(trunks: Path, da
     assert "the trunk ran for 0 of " in log
     log = train(tmp_path, data, "context", f"{flags} {HEADS['passes']} --train-iters 60", "context")
     assert "the trunk ran for 0 of " in log
-    log = train(tmp_path, data, "drafter", f"{flags} {HEADS['eagle3']}")  # which reads layers
+    log = train(tmp_path, data, "drafter", f"{flags} {HEADS['eagle3']}")  # it reads hidden layers
     assert "the trunk ran for 0 of " not in log
     log = train(tmp_path, data, "drafter", f"{flags} {HEADS['eagle3']} --mtp-loss ce")
     assert "the trunk ran for 0 of " in log

@@ -1,4 +1,4 @@
-"""A user's own `pretrain_gpt.py` takes our depths by two changed lines, and trains what ours trains.
+"""A user's own `pretrain_gpt.py` gets our MTP layers by two changed lines, and trains what ours trains.
 
 Or it keeps Megatron's model, to which the patch of integrations/ attaches a layer.
 """
@@ -37,7 +37,7 @@ RUN = "--train-iters 3 --log-interval 1 --eval-interval 2 --eval-iters 1".split(
 
 
 def with_our_depths() -> str:
-    """The user's script with the two lines of docs/guides/from_megatron_lm.md."""
+    """Return the user's script with the two lines of docs/guides/from_megatron_lm.md."""
     return SCRIPT.replace(LAST_IMPORT, LAST_IMPORT + IMPORT).replace(STEP, "")
 
 
@@ -77,7 +77,7 @@ ON_CPU = (
     "--no-masked-softmax-fusion --no-rope-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion"
 ).split()
 PREPARED = "from megatron_mtp.megatron.runtime import prepare\n\nprepare()\n"
-"""What this machine needs in the place of a GPU."""
+"""Code that this machine needs because it has no GPU."""
 
 
 MODEL = (
@@ -91,12 +91,12 @@ ROWS_OF_CORPUS = (
     "--make-vocab-size-divisible-by 1 --weight-decay 0 --adam-beta2 0.999 --log-interval 1 --eval-iters 1"
 ).split()
 LINE = (5, 7)
-"""Of the texts."""
+"""Factor and constant of the sequences."""
 
 
 @pytest.mark.matrix
 def test_the_patch_attaches_a_layer_that_drafts_as_that_of_our_trainer(tmp_path: Path) -> None:
-    """Megatron's model in data parallelism of two, and `megatron-mtp train` from its first weights."""
+    """Megatron's model with data parallelism of two, and `megatron-mtp train` from the same initial weights."""
     script, patch = tmp_path / "pretrain_gpt.py", launch.ROOT / "integrations" / "megatron_lm.patch"
     script.write_text(SCRIPT, encoding="utf-8")
     subprocess.run(["git", "apply", patch], cwd=tmp_path, check=True)
@@ -104,7 +104,7 @@ def test_the_patch_attaches_a_layer_that_drafts_as_that_of_our_trainer(tmp_path:
     corpus = write_corpus(tmp_path / "rows", LINE)
 
     def trained(name: str, file: str | Path, steps: int, rate: float, *flags: str) -> tuple[Path, list[float]]:
-        """The checkpoint, and the trunk's loss of every step."""
+        """Return the checkpoint, and the trunk's loss of every step."""
         ends = f"--train-iters {steps} --save-interval {steps} --eval-interval {steps} --lr {rate}".split()
         paths = ["--data-path", str(corpus), "--save", str(tmp_path / name)]
         command = launch.torchrun(2, file, *ROWS_OF_CORPUS, *ends, *paths, *flags)

@@ -9,7 +9,7 @@ from quantized_models import with_keys
 
 
 def with_depth(folder: Path) -> None:
-    """The third layer of GLM-5 becomes its depth."""
+    """Turn the third layer of GLM-5 into an MTP layer."""
     tensors, place = read(folder), "model.layers.2."
     shapes = {"eh_proj": (48, 96), "enorm": (48,), "hnorm": (48,), "shared_head.norm": (48,)}
     write(folder, tensors | {f"{place}{name}.weight": torch.randn(shape).bfloat16() for name, shape in shapes.items()})

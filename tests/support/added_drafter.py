@@ -1,4 +1,4 @@
-"""A drafter of the kind that docs/develop/extending.md adds: trained, attached, exported, drafting.
+"""Train, attach, export and draft with the kind of drafter that docs/develop/extending.md adds.
 
 PYTHONPATH=PACKAGES:tests/support python tests/support/added_drafter.py FOLDER
 """

@@ -1,4 +1,4 @@
-"""Documents of which only responses count, written as a corpus and read as rows."""
+"""Documents in which only the responses count, written as a corpus and read as rows."""
 
 from argparse import Namespace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Settings of the command `attach`, and the commands that it starts."""
+"""Settings of the `attach` command, and the commands that it starts."""
 
 from pathlib import Path
 

@@ -1,9 +1,9 @@
-"""A rank of a layout: stock models with an attached drafter, one step of Megatron's schedule, DDP and optimizer.
+"""One rank: train stock models with an attached drafter for one step of Megatron's schedule, DDP and optimizer.
 
     torchrun --nproc-per-node 2 attached_drafter_worker.py FILE tp2-sp dense "eagle3 rows" "dspark packed"
 
-Rank 0 writes to FILE, of every case, {what: names of tensors that differ on any rank}; test_attached_layouts.py reads
-it.
+For every case, rank 0 writes to FILE {comparison: names of tensors that differ on any rank}. test_attached_layouts.py
+reads it.
 """
 
 import os
@@ -36,13 +36,14 @@ from megatron_mtp.losses.stage_loss import own_positions
 from megatron_mtp.spec.head import is_head
 
 FOLDED = 1e-4
-"""What float32 makes of the sums of one row of documents under tensor parallelism: of an input of a strange stride
-torch takes another product where the weight is trained, and `train` freezes the trunk. In float64 it is 1e-13, and with
-the policy frozen too it is nothing."""
+"""Float32 error of sums over one packed row under tensor parallelism. For an input with an unusual stride torch uses a
+different product if the weight is trained, and `train` freezes the trunk. In float64 the error is 1e-13; with the
+policy frozen too, it is 0.
+"""
 
 
 def compare(layout: str, trunk: str, cases: Sequence[str]) -> dict[str, dict[str, list[str]]]:
-    """Return the differences in every case: a kind of drafter and a form of batches."""
+    """Return the differences of every case, which is a kind of drafter and a batch format."""
     found, has_stages = {}, layout.startswith("pp2")
     own = Path(os.environ["OF_ONE_PROCESS"], f"rank {torch.distributed.get_rank()}")
     own.mkdir(exist_ok=True)
@@ -93,7 +94,7 @@ def policy_of(model: Any) -> list[torch.nn.Parameter]:
 
 
 def draw_whole(stage: Any) -> None:
-    """`draw`, by the numbers that layers have in the whole model and not in their stage."""
+    """Draw weights by layer numbers of the whole model instead of the stage."""
     names = {name: weight for name, weight in stage.named_parameters() if not name.startswith("decoder.layers.")}
     for layer in stage.decoder.layers:
         names |= {f"layer {layer.layer_number} {name}": weight for name, weight in layer.named_parameters()}
@@ -101,7 +102,7 @@ def draw_whole(stage: Any) -> None:
 
 
 def far_from_one(made: dict[str, Tensor], layout: str, case: str) -> list[str]:
-    """The heads' gradients and weights, or all of an export, that are not those of one process, kept by `one`."""
+    """Return the heads' gradients and weights, or all tensors of an export, that differ from the run in one process."""
     kept = Path(os.environ["OF_ONE_PROCESS"]) / f"{case}.pt"
     own = {
         name.split(" (")[0]: value
@@ -119,7 +120,7 @@ def far_from_one(made: dict[str, Tensor], layout: str, case: str) -> list[str]:
 def both_gradients(
     changes: dict[str, Any], model: Any, attached: Attached, batch: dict[str, Any], packed: Any
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The drafters' gradients on this rank: of the attached stages, and of those that `train` builds."""
+    """Return the drafters' gradients on this rank: from the attached model, and from the stage that `train` builds."""
     own_S = own_positions(mpu.get_context_parallel_group(), batch["tokens"].size(1), packed)
     expected = dict[str, Tensor]()
     for head in attached.given:

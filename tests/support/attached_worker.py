@@ -1,9 +1,9 @@
-"""A rank of a layout: stock models with attached MTP layers, through Megatron's schedule, DDP and optimizer.
+"""One rank: train stock models with attached MTP layers through Megatron's schedule, DDP and optimizer.
 
     torchrun --nproc-per-node 2 attached_worker.py FILE tp2-sp dense "tied adopted rows"
 
-Rank 0 writes to FILE, of every case, {what: names of tensors that differ on any rank}; test_attached_layouts.py reads
-it. Every rank compares its own part of the tensors, and weights depend on their names alone.
+For every case, rank 0 writes to FILE {comparison: names of tensors that differ on any rank}. test_attached_layouts.py
+reads it. Every rank compares its own parts of tensors; weights depend only on their names.
 """
 
 import json
@@ -51,8 +51,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"expert_model_parallel_size": 2},
 }
 SHARDED = "dp2-sharded"
-"""With the distributed optimizer, where a rank has the reduced gradients of its slices alone. Without a clip: further
-parameters shift the slices, and so the order in which the norm is summed."""
+"""Layout with the distributed optimizer, where a rank only has the reduced gradients of its own slices. No gradient
+clipping: additional parameters shift the slices, and so change the summation order of the norm.
+"""
 APART = MTPConfig(mtp_train_only=True)
 Compare = Callable[[str, str, Sequence[str]], dict[str, dict[str, list[str]]]]
 WEIGHT = 0.3
@@ -60,7 +61,7 @@ EMBEDDING, HEAD = "embedding.word_embeddings", "output_layer"
 
 
 def compare(layout: str, kind: str, cases: Sequence[str]) -> dict[str, dict[str, list[str]]]:
-    """Return the differences in every case: head, origin of the depths, and form of batches."""
+    """Return the differences of every case: tied or untied head, new or adopted MTP layers, and batch format."""
     found, rounding = {}, 1e-4 if kind == "hybrid" else 1e-5  # gradients of decays are small sums of large terms
     for name in cases:
         head, origin, form = name.split()
@@ -78,7 +79,7 @@ def compare(layout: str, kind: str, cases: Sequence[str]) -> dict[str, dict[str,
         sharded = layout == SHARDED
         expected = step(plain, batches, None, sharded=sharded)
         is_later = mpu.get_pipeline_model_parallel_rank() > 0
-        if tied and own and is_later:  # Megatron's block has the head in the embedding's copy
+        if tied and own and is_later:  # Megatron's block uses the embedding's copy as its head
             expected = {name.replace(HEAD, EMBEDDING): value for name, value in expected.items()}
         record["trunk"] = far(step(model, batches, attached, apart=True, sharded=sharded), expected)
         if sharded:
@@ -87,7 +88,7 @@ def compare(layout: str, kind: str, cases: Sequence[str]) -> dict[str, dict[str,
         together = step(joint, batches, every[0])
         record["weight"] = far(step(riding, batches, every[1]), together, rounding, "gradient of ")
         if own and layout == "cp2":
-            if kind != "moe":  # Megatron's own MTP routes what lies outside of the document too
+            if kind != "moe":  # Megatron's MTP also routes tokens outside of the document
                 theirs, policy = build(depths=own), build(depths=own)
                 carrying = attach(policy, weight=WEIGHT)
                 for each in (*theirs, *policy):
@@ -119,7 +120,7 @@ def of_ranks(record: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def copies(model: Any, tied: bool, adopted: bool) -> list[str]:
-    """Return faults of the last stage's embedding copy, which attach makes if there is none."""
+    """Return faults of the last stage's embedding copy, which `attach` creates if it is missing."""
     weights = dict(model.named_parameters())
     copy = weights.get("embedding.word_embeddings.weight")
     if model.pre_process or adopted or not model.post_process:
@@ -141,7 +142,7 @@ def saving(model: Any) -> list[str]:
 
 
 def renamed(name: str, found: dict[str, Tensor]) -> str:
-    """Ours, in a stock model; the last stage's copy of a tied embedding is its head there."""
+    """Return our name for a tensor of a stock model, where the last stage's copy of a tied embedding is the head."""
     name = megatron_name(name)
     return name if name in found else name.replace(EMBEDDING, HEAD)
 
@@ -164,8 +165,8 @@ def batch_of(seed: int, form: str) -> tuple[dict[str, Any], Any]:
 def with_even_mask(batch: dict[str, Any], packed: Any) -> tuple[dict[str, Any], Any]:
     """Mask tokens so that both context-parallel ranks have the same number of targets at every depth.
 
-    Megatron's own MTP takes the mean of each rank's targets, and then that of the ranks. Depth d has the target t at
-    position t - d - 1: in the same chunk for the last token of a chunk of four or more.
+    Megatron's own MTP averages over each rank's targets, and then over the ranks. Depth d has target t at position t -
+    d - 1; for the last token of a chunk of four or more, that is in the same chunk.
     """
     start, chunk = (0, 4) if packed is None else (PACKED[-2], (PACKED[-1] - PACKED[-2]) // 4)
     place_S = torch.arange(batch["tokens"].size(1)) - start
@@ -182,9 +183,9 @@ def step(
     sharded: bool = False,
     policy: bool = False,
 ) -> dict[str, Tensor]:
-    """Logits, gradients (unless sharded) and weights after a step of a model's chunks, by name.
+    """Return logits, gradients (unless sharded) and weights after one step of a model's chunks, by name.
 
-    The forward of a `policy` has a loss mask and no labels.
+    If `policy`, the forward pass gets a loss mask but no labels.
     """
     destroy_moe_metrics_tracker()
     of_buffers = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
@@ -218,7 +219,7 @@ def step(
 def forward_step(
     attached: Attached | None, ours: bool, policy: bool, kept: dict[str, Tensor], data: Iterator[Any], model: Any
 ) -> tuple[Any, Any]:
-    """A microbatch of a loop: the trunk's loss of logits, and the depths' by a call, or by labels with the forward."""
+    """Run a microbatch: the trunk's loss from logits, the MTP loss by a call, or from labels in the forward pass."""
     batch, packed = next(data)
     group = mpu.get_context_parallel_group()
     own_S = own_positions(group, batch["tokens"].size(1), packed)
@@ -232,7 +233,7 @@ def forward_step(
     if ours:
         extra["output_processor"] = logits_and_states
     made = model(here["tokens"], here["position_ids"], None, **extra)
-    if attached is not None and attached.weight is None:  # a reference policy's forward
+    if attached is not None and attached.weight is None:  # forward pass of a reference policy
         with torch.no_grad():
             model(here["tokens"], here["position_ids"], None, **extra)
 
@@ -262,14 +263,14 @@ def forward_step(
 
 
 def gather(value: Any) -> list[Any]:
-    """The value of every rank."""
+    """Gather a value from every rank."""
     values: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values
 
 
 def run(compared: Compare, file: str, layout: str, kind: str, *cases: str) -> None:
-    """Join the ranks, compare, and write what was found."""
+    """Initialize the ranks, compare, and write the result."""
     alone: dict[str, Any] = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
     torch.distributed.init_process_group("gloo", **({} if "RANK" in os.environ else alone))
     sizes = {name: LAYOUTS[layout][name] for name in SIZES if name in LAYOUTS[layout]}

@@ -1,7 +1,7 @@
-"""Faults of checkpoints, planted in small folders of five families, each with the explanation that an audit must give.
+"""Faults planted in small folders of five families, each with the explanation that an audit must give.
 
-The kinds are those of the field's reports: tensors changed on the way, configs that count what is not there, files that
-no index lists, types, depths that were dropped, layers, depths and experts in another order.
+The kinds come from public bug reports: modified tensors, configs that count missing tensors, files that no index lists,
+wrong dtypes, dropped MTP layers, and layers, MTP layers or experts in a different order.
 """
 
 import json
@@ -26,14 +26,14 @@ class Kind:
     """Facts about a family that the faults need.
 
     Attributes:
-        depths: of the folder.
+        depths: number of MTP layers in the folder.
         dtype: of its tensors.
-        projection: projection of a depth's input.
-        query: a projection whose rows are heads, of so many rows.
+        projection: an MTP layer's input projection.
+        query: a projection whose rows are heads, and the number of rows.
         output: a matrix that is not square.
         norm: a norm of the trunk.
-        depth: pattern of the tensors of the last depth.
-        part: a tensor of a depth.
+        depth: pattern of the last MTP layer's tensors.
+        part: a tensor of an MTP layer.
         config: a key that changes the computation, and another value.
     """
 
@@ -112,11 +112,11 @@ class Fault:
     """A fault.
 
     Attributes:
-        family: of `KINDS`.
+        family: a key of `KINDS`.
         kind: tensor, config, index, type, missing depth or wrong order.
-        what: what was done.
-        guess: the explanation that has to come first.
-        spoil: does it to a folder.
+        what: what was changed.
+        guess: the explanation that must come first.
+        spoil: function that plants the fault in a folder.
     """
 
     family: str
@@ -130,19 +130,19 @@ class Fault:
 
 
 def sound(root: Path) -> dict[str, Path]:
-    """A sound folder of every family, in three files with an index."""
+    """Create an intact folder of every family, in three files with an index."""
     return {name: make(root / name, name, kind.depths, kind.dtype, shards=True) for name, kind in KINDS.items()}
 
 
 def spoiled(fault: Fault, source: Path, target: Path) -> Path:
-    """A copy of a folder with the fault."""
+    """Copy a folder and plant the fault."""
     shutil.copytree(source, target)
     fault.spoil(target)
     return target
 
 
 def faults() -> list[Fault]:
-    """All faults."""
+    """Return all faults."""
     return [Fault(name, *row) for name, kind in KINDS.items() for row in (*_common(name, kind), *_own(name))]
 
 
@@ -223,7 +223,7 @@ def on(name: str, change: Callable[[Tensor], Tensor]) -> Spoil:
 
 
 def drop(pattern: str) -> Spoil:
-    """Leave out the tensors whose names have the pattern, in files and index."""
+    """Remove tensors whose names match the pattern from files and index."""
 
     def spoil(folder: Path) -> None:
         before = len(json.loads((folder / INDEX).read_text())["weight_map"])
@@ -237,7 +237,7 @@ def drop(pattern: str) -> Spoil:
 
 
 def swap(pattern: str, other: str | Callable[[re.Match[str]], str]) -> Spoil:
-    """Exchange the numbers of tensors whose names have the pattern with those of the names that `re.sub` makes."""
+    """Swap the values of tensors whose names match the pattern with those of the names that `re.sub` returns."""
 
     def spoil(folder: Path) -> None:
         every = read(folder)
@@ -250,7 +250,7 @@ def swap(pattern: str, other: str | Callable[[re.Match[str]], str]) -> Spoil:
 
 
 def two_on(match: re.Match[str]) -> str:
-    """A depth of Nemotron's is two layers."""
+    """Return the matching name in the other MTP layer: Nemotron's have two layers each."""
     return f"mtp.layers.{int(match.group(1)) + 2}."
 
 
@@ -282,7 +282,7 @@ def cut(folder: Path) -> None:
 
 
 def tie(folder: Path) -> None:
-    """The head and its copies become the embedding, in some of the depths."""
+    """Replace the head and its copies in some of the MTP layers by the embedding."""
     embedding = read(folder)["model.embed_tokens.weight"]
     rewrite(folder, lambda tensors: {n: embedding if n == "lm_head.weight" else t for n, t in tensors.items()})
 
@@ -292,7 +292,7 @@ def halves(tensor: Tensor) -> Tensor:
 
 
 def blocks(tensor: Tensor, width: int) -> Tensor:
-    """Return heads of this many rows, the last first."""
+    """Return heads of this many rows in reverse order."""
     return tensor.unflatten(0, (-1, width)).flip(0).flatten(0, 1).contiguous()
 
 
@@ -302,7 +302,7 @@ def rotary(tensor: Tensor, width: int = 12) -> Tensor:
 
 
 def narrow(tensor: Tensor) -> Tensor:
-    """float32 as bfloat16; bfloat16 through FP8."""
+    """Round float32 to bfloat16, and bfloat16 to FP8 precision."""
     if tensor.dtype == torch.float32:
         return tensor.bfloat16()
     return tensor.to(torch.float8_e4m3fn).to(tensor.dtype)
@@ -313,7 +313,7 @@ def noisy(tensor: Tensor) -> Tensor:
 
 
 def read(folder: Path) -> Tensors:
-    """All tensors of a folder."""
+    """Read all tensors of a folder."""
     tensors: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
@@ -321,7 +321,7 @@ def read(folder: Path) -> Tensors:
 
 
 def rewrite(folder: Path, change: Callable[[Tensors], Tensors], name: str = "") -> None:
-    """Change the tensors of every file, or of the file that holds one."""
+    """Change the tensors of every file, or of the file that contains `name`."""
     seen = 0
     for file in sorted(folder.glob("*.safetensors")):
         tensors = load_file(file)

@@ -1,4 +1,4 @@
-"""Block drafters by plain torch, and the models that are compared with it."""
+"""Block drafters in plain torch, and the models that are compared with them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -54,31 +54,33 @@ LOSSES = {
 
 
 BASE_SHARE = 0.3
-"""What a Domino drafter's logits without the bias have of the loss."""
+"""Share of a Domino drafter's loss that comes from its logits without the bias."""
 
 
 def drafter_model(kind: str, drafted: list[int] | None = None) -> GPTModel:
-    """Return a model with the drafter in training and a frozen trunk."""
+    """Return a model with the drafter in training mode and a frozen trunk."""
     given: dict[str, Any] = {"num_layers": LAYERS, "drafter_layers": READ, "drafter": KINDS[kind]}
     return our_model(DRAFTS, drafted=drafted, **given).double()
 
 
 class Reference:
-    """One block of one text at a time, row by row, from the weights alone."""
+    """Compute one block of one sequence at a time, row by row, from the weights."""
 
     def __init__(self, model: GPTModel, kind: str) -> None:
         self.layer, self.table, self.kind = model.mtp.layer, model.embedding.word_embeddings.weight, kind
         self.head = model.mtp.layer.head if model.mtp.layer.head is not None else attached_of(model).head().weight
 
     def heads(self, layer: Any, row_H: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
-        """A row's queries [N, C], keys and values [G, C]."""
+        """Return a row's queries [N, C], keys and values [G, C]."""
         own = layer.self_attention
         mixed = (own.linear_qkv.weight @ row_H).view(GROUPS, HEADS // GROUPS + 2, CHANNELS)
         query = rms(mixed[:, :-2].flatten(0, 1), own.q_layernorm.weight)
         return turned(query, position), turned(rms(mixed[:, -2], own.k_layernorm.weight), position), mixed[:, -1]
 
     def convolved(self, part: Any, normed: list[Tensor], values: list[Tensor], side: int) -> list[Tensor]:
-        """Of a block's rows, before a part (side 0) or after it; each row adds to its kernel, 16 channels alike."""
+        """Convolve a block's rows before a part (side 0) or after it. Each row adds to its kernel, which 16 channels
+        share.
+        """
         if self.kind != "dflash2":
             return values
         conv, made = part.conv, []
@@ -90,7 +92,7 @@ class Reference:
         return made
 
     def rows(self, features_SH: Tensor, newest: Tensor, position: int) -> Tensor:
-        """States [rows, H] after the norm of the block whose newest token is at `position`."""
+        """Return states [rows, H] after the norm of the block whose newest token is at `position`."""
         count = DRAFTS + (self.kind not in ("dspark", "domino"))
         tokens = [newest, *[torch.tensor(MASK)] * (count - 1)]
         states = [embedding(token, self.table) for token in tokens]
@@ -121,7 +123,7 @@ class Reference:
         return torch.stack([rms(state_H, self.layer.norm.weight) for state_H in states])
 
     def drafts(self, features_SH: Tensor, tokens_S: Tensor, position: int) -> tuple[Tensor, Tensor | None]:
-        """Logits [K, N] of the block's drafts, and the logits [K] of the confidence, or those [K, N] with the bias."""
+        """Return logits [K, N] of the block's drafts, and confidence logits [K], or logits with the bias [K, N]."""
         states_KH = self.rows(features_SH[:position], tokens_S[position], position)[-DRAFTS:]
         logits_KN = states_KH @ self.head.t()
         if self.kind == "dflash":
@@ -137,7 +139,7 @@ class Reference:
         return logits_KN + before_KR @ self.layer.markov_w2.t(), confidence_K
 
     def bias(self, states_KH: Tensor, tokens_K: Tensor) -> Tensor:
-        """Domino's, of torch's GRU over the tokens before each draft; the first draft has none."""
+        """Return Domino's bias, from torch's GRU over the tokens before each draft. The first draft has none."""
         gru = torch.nn.GRU(self.table.size(1), STATE, bias=False, dtype=torch.double)
         named = {"weight_ih_l0": self.layer.gru_input, "weight_hh_l0": self.layer.gru_state}
         memory_KG, _ = torch.func.functional_call(gru, named, (embedding(tokens_K, self.table),))
@@ -148,10 +150,11 @@ class Reference:
 def reference_loss(
     model: GPTModel, kind: str, batch: dict[str, Any], read: Callable[[list[Tensor]], Tensor], is_paced: bool = False
 ) -> Tensor:
-    """sum_k exp(-2 (k - 1) / (K + 1)), of Domino exp(-16 (k - 1) / 7 K), times the mean loss of draft k over blocks.
+    """Return sum_k exp(-2 (k - 1) / (K + 1)), for Domino exp(-16 (k - 1) / 7 K), times the mean loss of draft k over
+    blocks.
 
-    In a paced one draft k of a block has the weight sum_(j >= k) r_1 .. r_j, with r = (1 + exp(-loss)) / 2, or 0 where
-    the draft does not count.
+    If `is_paced`, draft k of a block has the weight sum_(j >= k) r_1 .. r_j with r = (1 + exp(-loss)) / 2, or 0 if the
+    draft does not count.
     """
     with torch.no_grad():
         after, last_SBH = states_after(model, batch)
@@ -222,7 +225,7 @@ def losses(
     has_mask: bool = True,
     is_paced: bool = False,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Ours and the reference's loss, and the gradients of both by name."""
+    """Return our loss and the reference's, and both gradients by name."""
     batch = make_batch(DRAFTS)
     if blocks is not None:
         batch["depths"] = with_blocks(batch["depths"], blocks, (1, 2), LENGTH)

@@ -1,8 +1,8 @@
-"""Chat templates shaped like those of thirteen published families, rewritten small, with hand-marked tokens that count.
+"""Small chat templates shaped like those of thirteen published families, with hand-marked tokens that count.
 
-In a template ¶ is a line break, and « » are around what a tagged form has in {% generation %}. In an expected text ⟦ ⟧
-are around what a person would mark, the tokens that the model writes. A chat is one expected text or, where the
-template renders earlier turns otherwise, several.
+In a template ¶ is a line break, and « » enclose what a tagged version has in {% generation %}. In an expected text ⟦ ⟧
+enclose the tokens that the model writes, as a person would mark them. A chat has one expected text, or several if the
+template renders earlier turns differently.
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ TAGS = {"«": "{% generation %}", "»": "{% endgeneration %}"}
 
 @dataclass(frozen=True)
 class Shape:
-    """A template, its special tokens, and those of them that end a text by generation_config.json."""
+    """A template, its special tokens, and those of them that end a text according to generation_config.json."""
 
     special: str
     ends: str
     template: str
 
     def tokenizer(self, folder: Path, tagged: bool) -> PreTrainedTokenizerBase:
-        """Tokens are bytes, two line breaks, and the special tokens."""
+        """Create a tokenizer whose tokens are bytes, two line breaks, and the special tokens."""
         characters = sorted(pre_tokenizers.ByteLevel.alphabet())
         words = Tokenizer(models.BPE({one: id for id, one in enumerate([*characters, "ĊĊ"])}, [("Ċ", "Ċ")]))
         words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -77,7 +77,7 @@ LAST = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
 )
-"""The number of the user's last message."""
+"""Template code for the index of the user's last message."""
 NO_THINKING = "{% if enable_thinking is defined and not enable_thinking %}"
 
 SHAPES = {
@@ -414,4 +414,4 @@ CASES: list[Expected] = [
     ("R1-Distill", THOUGHT, ["<|User|>q<|Assistant|>⟦a<|end|>⟧<|User|>r<|Assistant|>⟦b<|end|>⟧"], None),
     ("R1-Distill", Chat([user("q"), said("<b>")]), ["<|User|>q<|Assistant|>⟦<b><|end|>⟧"], None),
 ]
-"""Shape, chat, its documents by the plain template, and those by the tagged one where they are others."""
+"""Shape, chat, its documents with the plain template, and those with the tagged one if they differ."""

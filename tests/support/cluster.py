@@ -21,17 +21,17 @@ class Cluster:
         self.answer("scontrol", "echo node7; echo node8; echo JobState=RUNNING")
 
     def answer(self, command: str, script: str) -> None:
-        """Return the command's result, after its arguments were recorded."""
+        """Define what a command does after its arguments are recorded."""
         file = self.folder / "bin" / command
         file.write_text(f'#!/bin/bash\nprintf "%s\\0" "$@" >>{self.folder}/{command}\n{script}\n')
         file.chmod(0o755)
 
     def submit(self, job: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run the script of a job as its first node would."""
+        """Run a job's script as its first node would."""
         return self.start((JOBS / f"{job}.sbatch").read_text(), *arguments, **variables)
 
     def start(self, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run a batch script, from a copy as SLURM does."""
+        """Run a copy of a batch script, as SLURM does."""
         environment = {
             "PATH": f"{self.folder}/bin:{os.environ['PATH']}", "HOME": str(self.folder), "VENV": sys.prefix,
             "RUN_DIR": str(self.run), "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NAME": "job", "SLURM_JOB_ID": "123456",
@@ -42,6 +42,6 @@ class Cluster:
         return subprocess.run(["bash", copy, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True)
 
     def given(self, command: str = "srun") -> list[str]:
-        """Return the words of all calls of a command."""
+        """Return the arguments of all calls of a command."""
         called = self.folder / command
         return called.read_text().split("\0")[:-1] if called.exists() else []

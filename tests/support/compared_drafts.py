@@ -8,11 +8,11 @@ from megatron_mtp.decoding.rows import CHUNK
 from megatron_mtp.decoding.runner import Runner
 
 SINGLE = 4
-"""Rows at the end of a prompt that are run one by one."""
+"""Rows at the end of a prompt that run one by one."""
 
 
 def off(ours_SV: Tensor, theirs_SV: Tensor) -> float:
-    """The largest difference at the slots and tokens that both have, as part of the largest logit."""
+    """Return the largest difference over shared slots and tokens, relative to the largest logit."""
     slots, vocabulary = (min(sizes) for sizes in zip(ours_SV.shape, theirs_SV.shape, strict=True))
     theirs_SV = theirs_SV[:slots, :vocabulary]
     return ((ours_SV[:slots, :vocabulary] - theirs_SV).abs().max() / theirs_SV.abs().max().clamp(min=1)).item()
@@ -20,7 +20,7 @@ def off(ours_SV: Tensor, theirs_SV: Tensor) -> float:
 
 @torch.inference_mode()
 def drafted_logits(runner: Runner, tokens_BS: Tensor) -> dict[str, Tensor]:
-    """Logits [S, V] of trunk and depths over the cache: chunks as of a prompt, then one row at a time."""
+    """Return logits [S, V] of trunk and MTP layers with the cache: first in chunks like a prompt, then row by row."""
     slots = tokens_BS.size(1) - runner.depths
     sequences = sequences_of(runner, tokens_BS.tolist(), tokens_BS.size(1) + 1)
     caches = sequences.memory.depths
@@ -37,7 +37,7 @@ def drafted_logits(runner: Runner, tokens_BS: Tensor) -> dict[str, Tensor]:
 
 
 def pieces(slots: int) -> list[tuple[int, int]]:
-    """First slot and number of slots of each forward."""
+    """Return first slot and number of slots of each forward pass."""
     together = slots - SINGLE
     chunks = [(start, min(CHUNK, together - start)) for start in range(0, together, CHUNK)]
     return chunks + [(start, 1) for start in range(together, slots)]

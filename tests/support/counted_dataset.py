@@ -1,4 +1,4 @@
-"""A data set that counts its tokens."""
+"""A dataset that counts its tokens."""
 
 from pathlib import Path
 

@@ -1,10 +1,10 @@
-"""Run a command of a page or a help text as bash calls it, with small sizes; with a reason in `LISTED`, only parse it.
+"""Run a command of a page or a help text as bash would, with small sizes. If `LISTED` has a reason, only parse it.
 
     python document_command.py PROGRAM ARGUMENT ...
 
-bash runs a block as it is printed; the programs on its PATH run this file in forks (fork_server.py). Trainings end
-after two steps, texts after a few tokens; torchrun starts two ranks; `serve` stays in the background, as in another
-terminal, until `end_servers`; sbatch runs its job here.
+bash runs a block unchanged; the programs on its PATH run this file in forks (fork_server.py). Training stops after two
+steps, generation after a few tokens; torchrun starts two ranks; `serve` runs in the background, as in another terminal,
+until `end_servers`; sbatch runs its job here.
 """
 
 import os
@@ -47,10 +47,10 @@ LISTED = {
     "python convert_trained.py": "needs a checkout of llama.cpp (scripts/test_llama_cpp.sh)",
     "llama-server": "needs a build of llama.cpp (scripts/test_llama_cpp.sh)",
 }
-"""How a command begins that is not run, but looked up and parsed, to the reason."""
+"""Prefixes of commands that are not run but looked up and parsed, with the reason."""
 
 LISTED_CODE = {"import convert_hf_to_gguf": "needs a checkout of llama.cpp (scripts/test_llama_cpp.sh)"}
-"""How a block of Python begins that is not run, but compiled, to the reason."""
+"""Prefixes of Python blocks that are not run but compiled, with the reason."""
 
 SHORTER = {
     "train": ("--exit-interval", "2"),
@@ -62,21 +62,21 @@ SHORTER = {
     "serve": ("--cache-gib", "0.01"),
     "plan": ("--global-batch-size", "1024"),
 }
-"""Flags that a verb gets beside those of the document; the last value on a command line counts."""
+"""Flags added to those of the document; on a command line the last value counts."""
 SMALLER = {"--mtp-draft-vocab-size": "64", "--self-generated": "50", "--eval-iters": "2"}
-"""Flags that get another value where the document gives them."""
+"""Flags whose value in the document is replaced."""
 RANKS = 2
 IS_SHORT = "MEGATRON_MTP_TEST_IS_SHORT"
-"""Set for the processes of a command, whose flags are those that it gives them."""
+"""Set for subprocesses of a command, whose flags were shortened already."""
 PORTS = "MEGATRON_MTP_TEST_PORTS"
-"""The port of a server that gives none, and of one that gives another."""
+"""The port of a server without --port, and that of a server with another port."""
 PATIENCE = 120.0
 
 
 def main(*command: str) -> None:
-    """Run or parse the command; the package's own processes, which `sys.executable` starts, are forks too."""
+    """Run or parse the command. Subprocesses that the package starts with `sys.executable` are forks too."""
     sys.executable = str(shutil.which("python"))
-    constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = os.environ["HF_HUB_CACHE"], True  # which forks have read before
+    constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = os.environ["HF_HUB_CACHE"], True  # read before the fork
     written = " ".join(command)
     beginning = next((beginning for beginning in LISTED if written.startswith(beginning)), None)
     if beginning is None:
@@ -113,12 +113,12 @@ def run(program: str, *arguments: str) -> None:
 
 
 def run_verb(verb: str, arguments: Sequence[str]) -> None:
-    """The verb with few steps and tokens."""
+    """Run the verb with few steps and tokens."""
     from megatron_mtp.cli.main import main
 
     is_first = IS_SHORT not in os.environ
     os.environ[IS_SHORT] = "1"
-    if is_first or verb == "generate":  # with which `attach` ends
+    if is_first or verb == "generate":  # the last command of `attach`
         arguments = shorter(verb, arguments)
         if verb == "serve":
             return start_server([sys.executable, "-m", "megatron_mtp", verb, *arguments])
@@ -129,14 +129,14 @@ def run_verb(verb: str, arguments: Sequence[str]) -> None:
 
 
 def shorter(verb: str, arguments: Sequence[str]) -> list[str]:
-    """The flags of the document, then those that make its command small."""
+    """Return the document's flags, followed by flags that make the command small."""
     smaller = [word for flag in SMALLER if flag in arguments for word in (flag, SMALLER[flag])]
     port = ["--port", os.environ[PORTS].split()["--port" in arguments]] if verb == "serve" else []
     return [*arguments, *SHORTER.get(verb, ()), *smaller, *port]
 
 
 def run_ranks(*arguments: str) -> None:
-    """Do what torchrun would start, in `RANKS` processes."""
+    """Run what torchrun would start, in `RANKS` processes."""
     given = launcher().parse_args(arguments)
     words = [given.training_script, *given.training_script_args]
     if given.module and words[0] == "megatron_mtp" and IS_SHORT not in os.environ:
@@ -165,7 +165,7 @@ def start(command: Sequence[str], rank: int, log: IO[bytes] | None = None) -> "s
 
 
 def start_server(command: Sequence[str], ranks: int = 1) -> None:
-    """Start it in the background, and return when it answers."""
+    """Start a server in the background, and return when it answers."""
     port = command[-1]
     end_servers(Path(), port)
     with open(f"{port}.log", "wb") as log:
@@ -181,7 +181,7 @@ def start_server(command: Sequence[str], ranks: int = 1) -> None:
 
 
 def end_servers(folder: Path, port: str = "*") -> None:
-    """End those that were started in the folder; AssertionError where one failed."""
+    """Stop the servers that were started in the folder. Raise AssertionError if one failed."""
     files = list(folder.glob(f"{port}.*.server"))
     processes = [int(file.name.split(".")[1]) for file in files]
     for file, process in zip(files, processes, strict=True):
@@ -205,7 +205,7 @@ echo localhost
 
 
 def run_job(*arguments: str) -> None:
-    """Run sbatch's job on one node, with stand-ins for SLURM's commands; elements of an array one after the other."""
+    """Run sbatch's job on one node, with stand-ins for SLURM's commands. Job arrays run one task after another."""
     place = next(place for place, word in enumerate(arguments) if word.endswith(".sbatch"))
     last = next((word.partition("=0-")[2] for word in arguments[:place] if word.startswith("--array=0-")), "")
     stand_ins = Path("slurm").absolute()
@@ -228,7 +228,7 @@ def run_job(*arguments: str) -> None:
 
 
 def look_up(program: str, *arguments: str) -> None:
-    """Whether the program is there, and takes these arguments."""
+    """Check that the program exists and accepts these arguments."""
     if program in ("bash", "sbatch"):
         script = next((word for word in arguments if word.endswith(".sbatch")), arguments[0])
         if subprocess.run(["/bin/bash", "-n", script]).returncode:

@@ -1,6 +1,7 @@
-"""Everything that the pages refer to, as small as possible: Hugging Face model folders with a tokenizer, and documents.
+"""Create everything that the pages refer to, as small as possible: Hugging Face folders with a tokenizer, and
+documents.
 
-python document_scene.py FOLDER
+    python document_scene.py FOLDER
 """
 
 import json
@@ -18,7 +19,7 @@ MODELS = {
     "my-glm": ("glm4_moe", 0),
     "Qwen3-0.6B": ("qwen3", 0),
 }
-"""Folder in models/ to its kind and its depths."""
+"""Kind and number of MTP layers of each folder in models/."""
 
 RUN = """
 model: {num-layers: 2, hidden-size: 64, num-attention-heads: 4, seq-length: 64, max-position-embeddings: 64,
@@ -46,7 +47,7 @@ def main(folder: Path) -> None:
         made = hf_models.make(folder / "models" / name, kind, depths)
         shutil.copytree(folder / "tokenizer", made, dirs_exist_ok=True)
         (made / "chat_template.jinja").write_text(TEMPLATE)
-    hub = folder / "hub" / "models--zai-org--GLM-4.5-Air"  # as huggingface_hub keeps what it has downloaded
+    hub = folder / "hub" / "models--zai-org--GLM-4.5-Air"  # the cache layout of huggingface_hub
     (hub / "refs").mkdir(parents=True)
     (hub / "refs" / "main").write_text("1a2b")
     shutil.copytree(folder / "models" / "GLM-4.5-Air", hub / "snapshots" / "1a2b")
@@ -57,7 +58,7 @@ def main(folder: Path) -> None:
         (package / f"m{number}" / f"modeling_m{number}.py").write_text(text)
     words = " ".join(texts).split()
     lines = (json.dumps({"text": " ".join(words[at : at + 40])}) for at in range(0, 48_000, 40))
-    (folder / "lines.jsonl").write_text("\n".join(lines))  # documents enough for Megatron's default split
+    (folder / "lines.jsonl").write_text("\n".join(lines))  # enough documents for Megatron's default split
     (folder / "llama.cpp").mkdir()
     (folder / "llama.cpp" / "convert_trained.py").touch()
     chat = [{"role": "user", "content": "What is MTP?"}, {"role": "assistant", "content": "Several tokens at once."}]

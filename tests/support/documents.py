@@ -1,4 +1,4 @@
-"""The pages as tests read them: fenced blocks, code in sentences, and parsers for both."""
+"""Parse the pages: fenced blocks, inline code, and the commands in both."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ DOORS = {
     "tools/checkpoint/convert.py": "convert",
     "tools/data/preprocess.py": "preprocess",
 }
-"""Scripts that are a verb of `megatron-mtp`."""
+"""Scripts that run a verb of `megatron-mtp`."""
 
 ENGINES = {
     "sbatch": "--nodes --gpus-per-node --exclusive --time --mem --array --signal --requeue --partition --parsable "
@@ -38,26 +38,26 @@ ENGINES = {
     "--speculative-eagle-topk --speculative-num-draft-tokens --speculative-draft-model-path --trust-remote-code "
     "--speculative-token-map",
 }
-"""Flags of programs that are not installed here, looked up in their own documentation."""
+"""Flags of programs that are not installed here, taken from their documentation."""
 INSIDE = {"docker": " megatron-mtp ", "sbatch": ".sbatch "}
-"""Engine to what ends its own flags: what follows the image, or the job's script, is for the program inside."""
+"""Where an engine's own flags end: what follows the image, or the job's script, belongs to the program inside."""
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*(?![-\w*])")
 
 
 def blocks(text: str, *languages: str) -> list[tuple[str, str]]:
-    """Language and text of the fenced blocks that are marked as one of these languages."""
+    """Return language and text of fenced blocks in one of these languages."""
     return [(language, body) for language, body in FENCE.findall(text) if language in languages]
 
 
 def spans(text: str) -> list[str]:
-    """Code in sentences and tables."""
+    """Return inline code of sentences and tables."""
     return [span.replace("\\|", "|") for span in re.findall(r"`([^`\n]+)`", FENCE.sub("", text))]
 
 
 def strings(source: str, filled: str = "X") -> Iterator[tuple[int, str]]:
-    """Line and text of every string but docstrings; what an f-string fills in is `filled`."""
+    """Yield line and text of every string except docstrings. Values inside an f-string become `filled`."""
     nodes = [*ast.walk(ast.parse(source))]
     beside = {id(one) for node in nodes if isinstance(node, ast.JoinedStr) for one in node.values}
     beside |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
@@ -72,12 +72,12 @@ def strings(source: str, filled: str = "X") -> Iterator[tuple[int, str]]:
 
 
 def flags_in(text: str) -> list[str]:
-    """Return every `--flag` in a text, except `--mtp-*`, which means several."""
+    """Return every `--flag` in a text, except `--mtp-*`, which stands for several."""
     return _FLAG.findall(text)
 
 
 def parse(program: str, *arguments: str) -> None:
-    """Parse as the program would: one that does not take the arguments ends with its own message and status 2."""
+    """Parse as the program would: invalid arguments end with its own message and status 2."""
     if _check_engine(" ".join((program, *arguments))):
         sys.exit(0)
     if program == "torchrun":
@@ -93,7 +93,7 @@ def parse(program: str, *arguments: str) -> None:
 
 
 def _check_engine(written: str) -> bool:
-    """Whether the command is one of an engine; ends with status 1 where it has a flag that was not looked up."""
+    """Return whether it is the command of an engine. Exit with status 1 if it has a flag that was not looked up."""
     engine = next((engine for engine in ENGINES if written.startswith(engine)), None)
     own = written.partition(INSIDE[engine])[0] if engine in INSIDE else written
     if engine is not None and (unknown := set(flags_in(own)) - set(ENGINES[engine].split())):
@@ -103,14 +103,14 @@ def _check_engine(written: str) -> bool:
 
 @cache
 def launcher() -> ArgumentParser:
-    """torchrun's."""
+    """Return torchrun's parser."""
     from torch.distributed.run import get_args_parser
 
     return get_args_parser()
 
 
 PASSES_ON = ("attach", "evaluate")
-"""Verbs that hand flags that are not theirs to `train`."""
+"""Verbs that pass unknown flags on to `train`."""
 
 
 @cache
@@ -124,13 +124,13 @@ def parser_of(verb: str) -> ArgumentParser:
     made: ArgumentParser = getattr(module, "full_parser", module.parser)(f"megatron-mtp {verb}")
     if verb not in PASSES_ON:
         return made
-    parents = [verbs.module_of("train").full_parser("megatron-mtp"), made]  # which this takes flags from
+    parents = [verbs.module_of("train").full_parser("megatron-mtp"), made]  # parsers that this one takes flags from
     return ArgumentParser(made.prog, parents=parents, add_help=False, conflict_handler="resolve")
 
 
 @cache
 def commands() -> dict[str, frozenset[str]]:
-    """Every verb, and every command of `convert`, to its flags."""
+    """Return the flags of every verb, and of every command of `convert`."""
     from megatron_mtp.cli.verbs import VERBS
 
     verbs = {verb: frozenset(_flags(parser_of(verb))) for verb in VERBS}

@@ -1,4 +1,4 @@
-"""A trunk's checkpoint; for every kind of drafter a random folder and the checkpoint that has it; faults of folders."""
+"""A trunk's checkpoint; a random folder and its checkpoint for every kind of drafter; and faults of such folders."""
 
 import json
 import shutil
@@ -70,7 +70,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
         WHOLE,
     ),
 }
-"""Drafters of a trunk of five layers, and their tokens."""
+"""Drafters of a trunk of five layers, and their draft vocabularies."""
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 4.0, "beta_slow": 1.0}
 OWN_SIZES = {
@@ -97,27 +97,27 @@ OWN_LATENTS: dict[str, Any] = {
 LATENT_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
 OWN_LATENTS["rope_scaling"] = LATENT_YARN
 SIZES = {"eagle3-latents": OWN_LATENTS}
-"""Sizes of the kinds that have their own."""
+"""Sizes of the kinds that do not use the default."""
 
 
 def make_pairs(root: Path) -> Pairs:
-    """Folder and checkpoint of every kind, and of the trunk, under `root`."""
+    """Create folder and checkpoint of every kind, and of the trunk, under `root`."""
     trunk = make_trunk(root)
     return {"trunk": trunk, **{name: make_drafter(root, name, trunk[1], SIZES.get(name)) for name in KINDS}}
 
 
 def make_trunk(root: Path, family: str = "llama", **changes: object) -> tuple[Path, Path]:
-    """The folder and the checkpoint of a trunk, under `root`."""
+    """Create the folder and the checkpoint of a trunk under `root`."""
     folder = make(root / "trunk", family, 0, changes={"num_hidden_layers": LAYERS, **changes})
     hf_to_mcore(folder, root / "trunk-mcore", QUIET)
     return folder, root / "trunk-mcore"
 
 
 def make_drafter(root: Path, name: str, trunk: Path, sizes: dict[str, Any] | None = None) -> tuple[Path, Path]:
-    """The exported folder of a kind, and the checkpoint that has it, under `root`.
+    """Create the exported folder of a kind and its checkpoint under `root`.
 
     Args:
-        sizes: of its layers, where they are not the usual ones.
+        sizes: sizes of its layers, if not the default ones.
     """
     kind_name, given, drafted = KINDS[name]
     args = DistReader(trunk).common()["args"]
@@ -159,7 +159,7 @@ def make_drafter(root: Path, name: str, trunk: Path, sizes: dict[str, Any] | Non
 
 
 def spoiled(source: Path, target: Path, change: Change, **keys: object) -> Path:
-    """A copy of a folder with changed tensors and keys; a key of None is left out."""
+    """Copy a folder with changed tensors and keys; a key set to None is removed."""
     shutil.copytree(source, target)
     tensors = load_file(source / "model.safetensors")
     change(tensors)
@@ -180,7 +180,7 @@ def change(name: str, by: Callable[[Tensor], Tensor]) -> Change:
 
 
 def another_token(tensors: dict[str, Tensor]) -> None:
-    """The last draft is of the token before its own, in both lists."""
+    """Set the last draft to the token before its own, in both lists."""
     token = int(tensors["d2t"][-1]) + len(tensors["d2t"]) - 1
     tensors["d2t"][-1] -= 1
     tensors["t2d"][token], tensors["t2d"][token - 1] = False, True
@@ -233,4 +233,4 @@ FAULTS: dict[str, tuple[str, Change, dict[str, object], str]] = {
     "another epsilon": ("eagle3", nothing, {"rms_norm_eps": 1e-3}, "settings"),
     "another base": ("dspark", nothing, {"rope_theta": 500.0}, "settings"),
 }  # fmt: skip
-"""Fault: the kind, what is done to its tensors and keys, and the check that fails."""
+"""Faults: the kind, changes to its tensors and keys, and the check that fails."""

@@ -22,7 +22,7 @@ from megatron_mtp.spec.config import MTPConfig
 STEPS = 3
 LAYERS: dict[str, Any] = {"num_layers": 4}
 DRAFTED = [*range(1, VOCABULARY // 2, 2), VOCABULARY - 3, VOCABULARY - 2]
-"""A draft vocabulary of which two tensor-parallel ranks have unequal parts."""
+"""A draft vocabulary of which two tensor-parallel ranks hold unequal parts."""
 BLOCKS: dict[str, Any] = {"drafter_num_layers": 2, "drafter_mask_token": 7}
 SETTINGS: dict[str, dict[str, Any]] = {
     "eagle": {},
@@ -40,10 +40,10 @@ def settings_of(kind: str, **others: Any) -> MTPConfig:
 
 
 def several_heads(vocabulary: Path | None = None) -> list[Head]:
-    """MTP layers and two drafters, with weights that are powers of two, so that gradients scale by them exactly.
+    """Return MTP layers and two drafters, with weights that are powers of two, so that gradients scale exactly.
 
     Args:
-        vocabulary: a file with `DRAFTED`, that EAGLE-3 drafts.
+        vocabulary: file with `DRAFTED`, the draft vocabulary of EAGLE-3.
     """
     return [
         Head(settings_of("dspark"), weight=0.5),
@@ -53,14 +53,14 @@ def several_heads(vocabulary: Path | None = None) -> list[Head]:
 
 
 def vocabulary_in(folder: Path) -> Path:
-    """A file with the ids of `DRAFTED`, the most frequent first."""
+    """Write a file with the ids of `DRAFTED`, most frequent first."""
     file = folder / "drafted.txt"
     file.write_text("\n".join(map(str, reversed(DRAFTED))))
     return file
 
 
 def trained(kind: str) -> dict[str, Any]:
-    """The settings for `our_model`."""
+    """Return the settings for `our_model`."""
     return {"drafter": kind, "drafter_layers": None, **SETTINGS[kind]}
 
 
@@ -73,12 +73,12 @@ def gradients_of_stage(
     own_S: Tensor | None = None,
     progress: float = HALFWAY,
 ) -> dict[str, Tensor]:
-    """Return a drafter's gradients in a model of `train` with a stock model's weights, by the stock model's names.
+    """Return a drafter's gradients in a model of `train` with a stock model's weights, under the stock model's names.
 
     Args:
-        head: the drafter, as it is attached.
+        head: the attached drafter.
         own_S: positions of this context-parallel rank; None for all.
-        progress: the share of the run that is over.
+        progress: fraction of the run that is over.
     """
     weights, settings, own = dict(model.named_parameters()), head.settings, f"{head.module}."
     with torch.no_grad():
@@ -110,7 +110,9 @@ def given(batch: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def beside_policy(trunk: str, form: str, attaching: Callable[[Any], Any]) -> tuple[Any, dict[str, Tensor], list[str]]:
-    """A stock model with heads, what it learned in a step, and what of the policy differs from a model without them."""
+    """Return a stock model with heads, what it learned in one step, and which policy tensors differ from a model
+    without.
+    """
     (batch, packed), layers = batch_of(form), {} if trunk == "hybrid" else LAYERS
     plain, model = stock(trunk, **layers), stock(trunk, **layers)
     attached = attaching(model)

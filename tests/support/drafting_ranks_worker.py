@@ -1,4 +1,4 @@
-"""Drafts with one model on one rank each and cut over both, from a checkpoint saved between; run under torchrun.
+"""Draft with one model on each rank and with a model split over both ranks, through a checkpoint; run under torchrun.
 
 python -m torch.distributed.run --nproc-per-node 2 drafting_ranks_worker.py FOLDER KIND ...
 """
@@ -27,7 +27,9 @@ if __name__ == "__main__":
     HYBRID = "M*EG/MG*/MG*"
 
     def texts_and_drafts(kind: str, ranks: int, folder: Path) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
-        """Return texts and drafts of every method on this many tensor-parallel ranks; one rank saves its weights."""
+        """Return outputs and drafts of every method on this many tensor-parallel ranks. A single rank saves its
+        weights.
+        """
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(ranks)
         model_parallel_cuda_manual_seed(0)

@@ -1,4 +1,4 @@
-"""Tiny models that draft, unmodified copies, and a drafter that agrees with the target at a set rate."""
+"""Tiny models that draft, unmodified copies, and a drafter that agrees with the target at a given rate."""
 
 from collections import Counter
 from dataclasses import dataclass, fields, replace
@@ -107,7 +107,7 @@ LATENT_KINDS: dict[str, dict[str, Any]] = {
 
 
 def model_of(kind: str, depths: int = 3, dtype: torch.dtype = torch.float64, **changes: Any) -> GPTModel:
-    """A model of KINDS, or of LATENT_KINDS, with `changes` to its transformer's configuration."""
+    """Create a model of KINDS or LATENT_KINDS, with `changes` to its transformer configuration."""
     latent = kind in LATENT_KINDS
     model = _latent_model(kind, depths, changes) if latent else our_model(depths, **{**KINDS[kind], **changes})
     model.max_sequence_length = POSITIONS
@@ -140,8 +140,10 @@ def runner_of(kind: str = "gqa", depths: int = 3, dtype: torch.dtype = torch.flo
 
 
 def p_value_of(settings: dict[str, Any], drafted: list[int] | None = None, pair: Any = None) -> float:
-    """Of the chi-square test over the 81 texts of four tokens, 4,000 seeds of them, over a vocabulary of three; over so
-    few tokens drafter and target often want the same. `pair`: a model and its twin, other than a GPT with 3 depths."""
+    """Return p of the chi-square test over the 81 outputs of four tokens, from 4,000 seeds and a vocabulary of three.
+
+    With so few tokens, drafter and target often agree. `pair`: a model and its twin, if not a GPT with 3 MTP layers.
+    """
     model, twin = pair or (model_of("gqa", dtype=torch.float32, drafted=drafted), model_of("gqa"))
     target = Runner(model, vocab_size=3)
     seeds, prompt, sampling = 4000, [0, 1, 2, 0, 1, 2, 1], Sampling(2.0)
@@ -169,14 +171,14 @@ def prompts_of(batch: int, longest: int = 12, seed: int = 5) -> list[list[int]]:
 
 
 def trained_forward(twin: GPTModel, text: list[int]) -> tuple[Tensor, list[Tensor]]:
-    """Logits of the trunk and of every depth at all slots, each [S, V], by the forward of training."""
+    """Return logits of the trunk and of every MTP layer at all slots, each [S, V], from the training forward pass."""
     logits_S1V, drafted = trained_forwards(twin, [text])
     return logits_S1V[:, 0], [each_S1V[:, 0] for each_S1V in drafted]
 
 
 @torch.no_grad()
 def trained_forwards(twin: GPTModel, texts: list[list[int]]) -> tuple[Tensor, list[Tensor]]:
-    """The same of several texts of one length, each [S, B, V]."""
+    """Return the same for several sequences of one length, each [S, B, V]."""
 
     def capture(stage: StageOutput) -> Any:
         logits_SBV = stage.head.project(stage.hidden_SBH)
@@ -192,7 +194,7 @@ def trained_forwards(twin: GPTModel, texts: list[list[int]]) -> tuple[Tensor, li
 
 
 def draft_logits(head: Head, state_SBH: Tensor) -> Tensor:
-    """Logits [S, B, V] of a depth or a step, with rows of its own where the drafter has some."""
+    """Return logits [S, B, V] of a depth or step, with the drafter's own output rows if it has some."""
     hidden = head.weight.size(-1)
     bias = 0 if head.bias_rows is None else state_SBH[..., hidden:] @ head.bias_rows.t()
     if head.candidates is not None:
@@ -207,14 +209,14 @@ def draft_logits(head: Head, state_SBH: Tensor) -> Tensor:
 
 
 def kind_for(method: str) -> str:
-    """The kind of `KINDS` that a method drafts with."""
+    """Return the kind of `KINDS` that a method drafts with."""
     if method in DRAFTERS:
         return method
     return {"parallel_heads": "parallel", "eagle3_tree": "eagle3", "eagle_tree": "eagle"}.get(method, "gqa")
 
 
 def method_of(kind: str) -> str:
-    """The method that drafts as a kind of `KINDS` was trained."""
+    """Return the method that drafts the way a kind of `KINDS` was trained."""
     drafter = kind.removesuffix("-own-head")
     return drafter if drafter in DRAFTERS else METHODS.get(kind, "mtp")
 
@@ -229,13 +231,15 @@ METHODS = {
 
 
 def run_every_step_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what a step calls can be watched: the replay of a CUDA graph calls nothing, nor does compiled code."""
+    """Run steps in Python, so that calls can be observed: CUDA graphs and compiled code make no Python calls."""
     monkeypatch.setattr(batch, "can_record", lambda *_: False)
     draft_one_by_one(monkeypatch)
 
 
 def draft_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MTP layers draft in turn, and drafts are scored, judged and kept, also where a backend has it all at once."""
+    """Let MTP layers draft one at a time, and score, verify and store drafts in Python, even if a backend does it all
+    at once.
+    """
     for kind, name in product(BACKENDS.values(), ("draft", "accept")):
         monkeypatch.setattr(kind, name, lambda *_: None)
 
@@ -253,17 +257,17 @@ def place_static_experts_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 NO_KERNEL = ("empty", "new_empty", "set_")
 ONE_KERNEL = {"scaled_dot_product_attention", "rms_norm"}
-"""On CUDA; on the CPU they are made of others."""
+"""Operations that are one kernel on CUDA; on the CPU they consist of others."""
 
 
 def _memory_of(values: Any) -> set[int]:
-    """Where tensors are; those in the form of a CPU's library have no place."""
+    """Return the addresses of tensors. Tensors in the format of a CPU library have none."""
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
     return {one.untyped_storage().data_ptr() for one in tensors}
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operations that compute: those that write, or make what was not there."""
+    """Count operations that compute: those that write, or that create new tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +289,9 @@ class Launches(TorchDispatchMode):
 
 @torch.inference_mode()
 def launches_of_a_layer(monkeypatch: pytest.MonkeyPatch, kind: str, paged: bool, **changes: Any) -> float:
-    """Count launches of one layer in the trunk's forward of a few rows, with CUDA's norms: half of two more layers."""
+    """Count launches of one layer in the trunk's forward pass of a few rows, with CUDA's norms: half of two more
+    layers.
+    """
     monkeypatch.setattr(backend, "BACKENDS", {"modules": Modules})  # compiled code launches nothing
     monkeypatch.setattr(dense_layer, "short_norm", lambda norm: norm)
     place_static_experts_everywhere(monkeypatch)
@@ -294,7 +300,7 @@ def launches_of_a_layer(monkeypatch: pytest.MonkeyPatch, kind: str, paged: bool,
     for layers in (2, 4):
         target = Runner(model_of(kind, depths=1, dtype=torch.bfloat16, num_layers=layers, **changes))
         cache = KVCache(layers, tables)
-        for _ in range(2):  # memory is taken in the first forward
+        for _ in range(2):  # the first forward pass allocates memory
             rows = Rows(torch.tensor([20, 40]), 4, 64, tables, inside=True)
             with Launches() as launches:
                 target.trunk(torch.ones(2, 4, dtype=torch.long), rows, cache)
@@ -303,25 +309,25 @@ def launches_of_a_layer(monkeypatch: pytest.MonkeyPatch, kind: str, paged: bool,
 
 
 def without_numbers(model: GPTModel, fakes: FakeTensorMode) -> GPTModel:
-    """Use weights that have only shapes, so that reading a value back fails."""
+    """Use weights that only have shapes, so that reading a value fails."""
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
             module._parameters[name] = torch.nn.Parameter(fakes.from_tensor(weight).detach(), False)
         for name, held in module.named_buffers(recurse=False):
             module._buffers[name] = fakes.from_tensor(held)
-        if isinstance(getattr(module, "inv_freq", None), torch.Tensor):  # made on the device, and no buffer
+        if isinstance(getattr(module, "inv_freq", None), torch.Tensor):  # created on the device, but not a buffer
             module.inv_freq = fakes.from_tensor(module.inv_freq)
     return model
 
 
 def runs(texts: int, capacity: int) -> BlockTables:
-    """One block for each text, of all its slots and the scratch slot."""
+    """Return tables with one block per sequence, for all its slots and the scratch slot."""
     numbers = tuple(range(texts))
     return BlockTables(torch.tensor(numbers).unsqueeze(1).cuda(), texts, capacity + 1, numbers, texts, numbers)
 
 
 def read_back(sequences: Sequences) -> list[list[int]]:
-    """The tokens of every text that the host does not know yet."""
+    """Return the tokens of every sequence that have not been copied to the host."""
     lengths = sequences.length_B.tolist()
     return [
         tokens_T[len(text) : length].tolist()
@@ -330,7 +336,7 @@ def read_back(sequences: Sequences) -> list[list[int]]:
 
 
 def tree_of(base_B: Tensor, depth_BR: Tensor, ancestors_BRA: Tensor, window: int, tables: BlockTables) -> Rows:
-    """Rows of a tree whose slots begin at `base_B`."""
+    """Return rows of a tree whose slots start at `base_B`."""
     return Rows(base_B, depth_BR.size(1), window, tables, depth_BR=depth_BR, ancestors_BRA=ancestors_BRA)
 
 
@@ -341,14 +347,14 @@ def sequences_of(
     drafter: Runner | None = None,
     shapes: BatchShapes | None = None,
 ) -> Sequences:
-    """A batch whose prompts have not run."""
+    """Return a batch whose prompts have not run."""
     tables = runs(len(prompts), capacity)
     tables = replace(tables, table_BL=tables.table_BL.to(runner.device))
     return Sequences(prompts, list(range(len(prompts))), runner.new_memory(tables, drafter), tables, shapes)
 
 
 def two_steps(kind: str) -> None:
-    """Draft, verify and keep two steps of a batch without values."""
+    """Draft, verify and store two steps of a batch without values."""
     prompts, method = prompts_of(3), method_of(kind)
     model = model_of(kind, dtype=torch.bfloat16)
     with FakeTensorMode() as fakes:
@@ -360,12 +366,12 @@ def two_steps(kind: str) -> None:
 
 
 class Agreeing(Proposer):
-    """The drafts of another proposer, replaced by what the target will say with a set chance at every position.
+    """Replace another proposer's drafts by the target's next tokens, at a given rate for every position.
 
     Args:
-        inner: drafts, and so fills its caches with rows made from its own tokens.
-        answers: what plain decoding says for each prompt, prompt included, by the text's seed.
-        rate: the chance.
+        inner: proposer that drafts, and so fills its caches with rows of its own tokens.
+        answers: plain decoding's output for each prompt, prompt included, by the sequence's seed.
+        rate: probability of the target's token.
     """
 
     def __init__(self, inner: Proposer, answers: list[list[int]], rate: float = 0.7) -> None:
@@ -398,7 +404,7 @@ class Agreeing(Proposer):
         return Draft(tokens_BN, None, draft.parents_BN, draft.valid_BN)
 
     def _path(self, draft: Draft, row: int) -> list[int]:
-        """Nodes from the root down; of siblings one by chance."""
+        """Return a path of nodes from the root; picks among siblings at random."""
         parents, valid = draft.parents()[row].tolist(), draft.valid()[row].tolist()
         path: list[int] = []
         while below := [n for n, above in enumerate(parents) if above == (path[-1] + 1 if path else 0) and valid[n]]:
@@ -410,7 +416,7 @@ class Agreeing(Proposer):
 
 
 class Recorder:
-    """Logits of every draft, with the lengths of the texts and the position in the draft."""
+    """Record logits of every draft, with sequence lengths and the position in the draft."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.drafts: list[tuple[list[int], int, Tensor]] = []
@@ -443,7 +449,7 @@ def engine_with(
     sampling: Sampling | None = None,
     stop_ids: frozenset[int] = frozenset(),
 ) -> tuple[Engine, list[Sequence]]:
-    """An engine as `generate` has it, to which the prompts were added with their numbers as seeds."""
+    """Create an engine as `generate` does, and add the prompts with their index as seed."""
     config = config_from(speculative or {"method": "plain"})
     requests = [
         Request(prompt, new_tokens, sampling or Sampling(), number, stop_ids=stop_ids, speculative=config)
@@ -464,7 +470,7 @@ def prefilled(
     sampling: Sampling | None = None,
     drafter: Runner | None = None,
 ) -> DecodeBatch:
-    """Texts that have their first tokens."""
+    """Return sequences that have their first tokens."""
     engine, _ = engine_with(runner, prompts, 100, speculative, drafter=drafter, sampling=sampling)
     engine.step()
     (made,) = engine.scheduler.decoded.values()
@@ -480,7 +486,7 @@ def run(
     stop_ids: frozenset[int] = frozenset(),
     drafter: Runner | None = None,
 ) -> tuple[Sequences, Driven]:
-    """Decode greedily, with drafts made to agree where `answers` are given; what is left in the memory at the end."""
+    """Decode greedily, with drafts that match `answers` if given. Return what is left in memory at the end."""
     engine, texts = engine_with(runner, prompts, new_tokens, speculative, answers, drafter, stop_ids=stop_ids)
     held: dict[int, tuple[list[int], int | None]] = {}
     proposer, free = texts[0].method.proposer, engine.scheduler.free
@@ -501,7 +507,7 @@ def run(
 
 
 def first_rows(cache: KVCache, tables: BlockTables, row: int, count: int) -> list[Tensor | None]:
-    """Keys and values of a text's first rows, [G, count, C], layer by layer."""
+    """Return keys and values of a sequence's first rows, [G, count, C], layer by layer."""
     held = (*cache.keys, *cache.values)
     rows = Rows(tables.table_BL[:, 0], 1, count, tables)
     return [None if one is None else rows.window_of(one)[row] for one in held]

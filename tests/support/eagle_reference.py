@@ -1,4 +1,4 @@
-"""EAGLE-3 by plain torch, and its losses."""
+"""EAGLE-3 in plain torch, and its losses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 
 
 def states_after(model: GPTModel, batch: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
-    """The trunk's states after 0, 1, .. layers, and after its final norm, each [S, B, H]."""
+    """Return the trunk's states after 0, 1, ... layers and after its final norm, each [S, B, H]."""
     hidden = [model.embedding(batch["tokens"], batch["position_ids"])]
     angles = attached_of(model).rotary_angles(hidden[0].size(0))[0]
     for layer in model.decoder.layers:
@@ -41,8 +41,9 @@ def rms(value: Tensor, weight: Tensor) -> Tensor:
 
 
 def turned(heads_GC: Tensor, position: int) -> Tensor:
-    """One position's heads with rotary angles (float32, as Megatron's): each channel of the front half is turned with
-    one of the back half."""
+    """Rotate one position's heads (float32, as in Megatron): each channel of the first half pairs with one of the
+    second.
+    """
     channels = heads_GC.size(-1)
     angles = position * (1 / 10000.0 ** (torch.arange(0, channels, 2) / channels))
     front, back = heads_GC.chunk(2, dim=-1)
@@ -51,7 +52,7 @@ def turned(heads_GC: Tensor, position: int) -> Tensor:
 
 
 class Reference:
-    """One text at a time, one position and step at a time, from the weights alone."""
+    """Compute one sequence, position and step at a time, from the weights."""
 
     def __init__(self, model: GPTModel) -> None:
         layer, self.table = model.mtp.layer, model.embedding.word_embeddings.weight
@@ -64,7 +65,7 @@ class Reference:
         return states @ self.own.fc.weight.t()
 
     def inputs(self, feature_H: Tensor, embedded_H: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual of the layer, and the input of its attention."""
+        """Return the layer's residual and the input of its attention."""
         both = rms(embedded_H, self.norms.enorm.weight), rms(feature_H, self.norms.hnorm.weight)
         return feature_H, torch.cat(both)
 
@@ -73,13 +74,13 @@ class Reference:
         return rms(states_SH, self.own.norm.weight)
 
     def heads(self, given: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of a position, all with as many heads."""
+        """Return queries, keys and values of a position, all with the same number of heads."""
         mixed = (self.layer.self_attention.linear_qkv.weight @ given).view(GROUPS, HEADS // GROUPS + 2, CHANNELS)
         key_NC, value_NC = (part.repeat_interleave(HEADS // GROUPS, 0) for part in (mixed[:, -2], mixed[:, -1]))
         return turned(mixed[:, :-2].flatten(0, 1), position), turned(key_NC, position), value_NC
 
     def step(self, feature_H: Tensor, token: Tensor, position: int, seen: list[tuple[Tensor, Tensor]]) -> Any:
-        """Return the state [H], and the step's keys and values; `seen` are those of earlier steps."""
+        """Return the state [H], and the step's keys and values; `seen` has those of earlier steps."""
         attention, mlp = self.layer.self_attention, self.layer.mlp
         residual_H, given = self.inputs(feature_H, embedding(token, self.table))
         query_NC, *own = self.heads(given, position)
@@ -91,7 +92,7 @@ class Reference:
         return state_H + mlp.linear_fc2.weight @ (silu(gate) * up), own
 
     def steps(self, features_SH: Tensor, tokens_KS: Tensor) -> Tensor:
-        """States of step 1 .. K at every position, [K, S, H]: step k of position i stands at i + k - 1."""
+        """Return states of steps 1 .. K at every position, [K, S, H]. Step k of position i is at position i + k - 1."""
         first, states = [], []
         for position, feature_H in enumerate(features_SH):
             state_H, own = self.step(feature_H, tokens_KS[0, position], position, first)
@@ -108,7 +109,7 @@ class Reference:
 def reference_loss(
     model: GPTModel, batch: dict[str, Any], read: Callable[[list[Tensor]], Tensor], kind: type[Reference] = Reference
 ) -> Tensor:
-    """sum_k 0.8^(k - 1) times the mean KL divergence of step k from the trunk's distribution of the same token."""
+    """Return sum_k 0.8^(k - 1) times the mean KL divergence of step k from the trunk's distribution for its token."""
     with torch.no_grad():
         after, last_SBH = states_after(model, batch)
         trunk_SBV = last_SBH @ attached_of(model).head().weight.t()
@@ -140,7 +141,7 @@ def losses(
     name: str = "eagle3",
     kind: type[Reference] = Reference,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Ours and the reference's loss, and the gradients of both by name."""
+    """Return our loss and the reference's, and both gradients by name."""
     batch = make_batch(STEPS)
     settings = MTPConfig(drafter=name, mtp_loss="kd")
     weights, group = depth_weights(settings, STEPS, 1.0), parallel_state.get_context_parallel_group()
@@ -151,7 +152,7 @@ def losses(
 def compared(
     model: GPTModel, batch: dict[str, Any], objective: Any, reference: Callable[[], Tensor], has_mask: bool = True
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """The drafter's part of the objective's loss and the reference's, and the gradients of both by name."""
+    """Return the drafter's part of the objective's loss, the reference's loss, and both gradients by name."""
     output = model(
         *(batch[name] for name in ("tokens", "position_ids")),
         batch["attention_mask"] if has_mask else None,

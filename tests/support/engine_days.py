@@ -1,4 +1,4 @@
-"""Long runs of an engine: requests that come, go and are aborted, and the output of each alone."""
+"""Long engine runs: requests that arrive, finish and are aborted, and the output of each when run alone."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -43,7 +43,7 @@ KEPT: dict[str, Runner] = {}
 
 
 def runner_of(kind: str = "gqa") -> Runner:
-    """A model in float32; the same for all tests."""
+    """Return a float32 model, shared by all tests."""
     if kind not in KEPT:
         KEPT[kind] = Runner(model_of(kind, 2 if kind == "repeated" else 3, torch.float32))
     return KEPT[kind]
@@ -84,7 +84,7 @@ def request_of(prompt: list[int], new: int = 12, method: str = "mtp", **changes:
 
 
 PIECES = [torch.randint(1, VOCABULARY, (40,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(3)]
-"""Beginnings that prompts share."""
+"""Prefixes that prompts share."""
 
 
 @st.composite
@@ -106,7 +106,7 @@ Day = tuple[list[tuple[int, Request]], dict[int, int], EngineSettings]
 
 @st.composite
 def days(draw: st.DrawFn, methods: Iterable[str] = METHODS) -> Day:
-    """When each request comes, when some are cancelled, and an engine whose blocks may be too few for all."""
+    """Draw when requests arrive, when some are canceled, and an engine that may have too few blocks for all."""
     came = draw(st.lists(st.tuples(st.integers(0, 12), requests(methods)), min_size=2, max_size=7))
     gone = draw(st.dictionaries(st.integers(0, len(came) - 1), st.integers(0, 20), max_size=2))
     sizes = EngineSettings(

@@ -1,4 +1,4 @@
-"""Jobs (layout_jobs.py) of a model in the memory of its ranks, exported with and without a checkpoint."""
+"""Jobs (layout_jobs.py) that export a model from the memory of its ranks, with and without a checkpoint."""
 
 import gc
 from pathlib import Path
@@ -19,11 +19,11 @@ from megatron_mtp.checkpoint.convert.plan import parts_of
 from megatron_mtp.checkpoint.convert.stream import Options
 
 BUCKET = 20_000
-"""Bytes; a model has several times as many."""
+"""Bytes of a bucket; a model has several times as many."""
 
 
 def export(folder: Path, model_name: str, layout_name: str) -> dict[str, Any]:
-    """What `export_hf_weights` gives on every rank and mcore-to-hf writes, and the bytes that the former held."""
+    """Return what `export_hf_weights` yields on every rank and mcore-to-hf writes, and the bytes the former holds."""
     load = f"--load {folder / 'init' / 'ours' / model_name} {NEW_RUN} --moe-router-score-function sigmoid"
     model, *_ = build(model_name, LAYOUTS[layout_name], flags=load)
     args = get_args()
@@ -52,7 +52,7 @@ def export(folder: Path, model_name: str, layout_name: str) -> dict[str, Any]:
     layer = max(sizes)
     differing = [name for name in written if name not in live or not torch.equal(live[name], written[name])]
     differing += [name for name in {**live, **drafts} if name not in written]
-    if args.num_experts is None:  # without arguments; the folder has a bias of routers that the model lacks
+    if args.num_experts is None:  # without arguments; the folder has a router bias that the model lacks
         alike = dict(export_hf_weights(model, like=target))
         differing += [name for name in written if not torch.equal(alike[name], written[name])]
         other = {name: 2 * value for name, value in written.items()}
@@ -71,7 +71,7 @@ def export(folder: Path, model_name: str, layout_name: str) -> dict[str, Any]:
 
 
 def bytes_of_tensors() -> int:
-    """Of all that this process holds, each memory once."""
+    """Return the bytes of all tensors in this process, counting shared memory once."""
     held = {}
     for one in gc.get_objects():
         if type(one) in (torch.Tensor, torch.nn.Parameter):

@@ -1,4 +1,4 @@
-"""Conversions that fail halfway, and the files that they leave."""
+"""Conversions that fail halfway, and the files that they leave behind."""
 
 import errno
 from collections.abc import Callable
@@ -11,7 +11,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def failing(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
-    """Return the function, which fails with a full disk after this many calls."""
+    """Return the function wrapped to fail with a full disk after this many calls."""
     left = iter(range(calls))
 
     def called(*arguments: Any) -> Any:

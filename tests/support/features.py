@@ -1,7 +1,7 @@
 """Megatron's features in runs with MTP layers: tested ones, and ones that could not be tested. Plain data.
 
-`test_features.py` runs every row of `TRIED` beside the same run without the flags;
-docs/reference/features.md shows both tables.
+`test_features.py` compares every row of `TRIED` with the same run without the flags; docs/reference/features.md shows
+both tables.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompu
 _INTERLEAVED = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 _DISPATCHED = f"{_EXPERTS} --expert-model-parallel-size 2 --mtp-num-layers 1 --bf16 --global-batch-size 8"
 SETUPS = {"DISPATCHED": _DISPATCHED, "EXPERTS": _EXPERTS, "STAGES": _INTERLEAVED, "RECOMPUTED": _RECOMPUTED}
-"""Names of the page for flags that several features were tried on; a longer one stands before its parts."""
+"""Names that the page uses for flags shared by several features; a longer one comes before its parts."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Tried:
     """A feature that was run for three steps, with and without its flags.
 
     Attributes:
-        flags: of the feature.
-        processes: of both runs.
-        both: further flags of both runs; {folder} is one of the run's own.
-        apart: how far losses may lie apart, in nats.
+        flags: the feature's flags.
+        processes: number of processes of both runs.
+        both: additional flags of both runs; {folder} is a folder per run.
+        apart: largest allowed difference of losses, in nats.
     """
 
     flags: str
@@ -83,7 +83,7 @@ TRIED = (
 )
 
 FIRST = (16,)
-"""Rows of the first tier, by their number: split activations."""
+"""Indices of the first tier's rows: split activations."""
 
 NEEDS_TE, NEEDS_CUDA, NEEDS_PACKAGE = "it needs Transformer Engine", "it needs a CUDA device", "it needs the package "
 
@@ -135,4 +135,4 @@ UNTRIED = {
     "--save-activations-interval": "it fails without Transformer Engine and without MTP layers as well",
     "--record-memory-history": NEEDS_CUDA,
 }
-"""A flag, and why it was not tried."""
+"""Flags that were not tested, and why."""

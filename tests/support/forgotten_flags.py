@@ -5,6 +5,6 @@ from megatron.training.global_vars import unset_global_variables
 
 
 def forget() -> None:
-    """Megatron's global arguments, tokenizer and batch sizes."""
+    """Reset Megatron's global arguments, tokenizer and batch sizes."""
     unset_global_variables()
     unset_num_microbatches_calculator()

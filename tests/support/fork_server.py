@@ -1,14 +1,15 @@
-"""Commands of Python without starting Python for each: forks of one process that has imported torch, Megatron and us.
+"""Run Python commands without starting Python: fork a process that has imported torch, Megatron and this package.
 
     done = fork_server.run([sys.executable, "-m", "megatron_mtp", "inspect", folder])
 
-A fork gets what a new process would: arguments, `sys.executable`, folder, environment, standard streams, a session of
-its own; it runs the script, module (`-m`) or code (`-c`) as `__main__` and ends as Python would. All workers of a
-pytest run share one server, which ends with the run. A fork cannot share a CUDA device: a command that may use one is a
-new process, unless the server has not touched the device, as those of benchmarks/gpu/lines.py.
+A fork gets what a new process would get: arguments, `sys.executable`, working directory, environment, standard streams,
+and its own session. It runs the script, module (`-m`) or code (`-c`) as `__main__` and exits as Python would. All
+workers of a pytest run share one server, which ends with the run. A fork cannot use a CUDA device of its parent: a
+command that may use one runs in a new process, unless the server has not touched the device, as in
+benchmarks/gpu/lines.py.
 
-What must be a new process starts one itself: tests of what is imported and when, of torchrun, Ctrl-C, broken pipes, and
-whatever asks torch for a device, for which forks have stand-ins already.
+Tests that need a new process start one themselves: tests of imports, of torchrun, Ctrl-C and broken pipes, and of
+anything that asks torch for a device, since forks already have stand-ins.
 """
 
 import atexit
@@ -42,7 +43,7 @@ TIMEOUT = 300.0
 """Seconds after which a command, or the start of the server, counts as hanging."""
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What a test's own process group leaves in the environment."""
+"""Variables that a test's own process group leaves in the environment."""
 
 PROGRAM = """#!{python} -IS
 import json, os, socket, sys
@@ -56,17 +57,17 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
     status = int(server.recv(32) or b"1")
     sys.exit(status if status >= 0 else 128 - status)
 """
-"""A program that runs `words` and its arguments in a fork, and ends with the status of that."""
+"""A program that runs `words` and its arguments in a fork, and exits with its status."""
 
 LONGEST = 2**17
-"""Bytes of a request."""
+"""Largest request in bytes."""
 
 
 # --- in tests --------------------------------------------------------------------------------------------------------
 
 
 class Fork:
-    """A command that runs, with the part of `subprocess.Popen` that tests use."""
+    """A running command, with the part of `subprocess.Popen` that tests use."""
 
     def __init__(self, words: Sequence[str], connection: socket.socket) -> None:
         self.args, self._connection = words, connection
@@ -79,12 +80,12 @@ class Fork:
         self.pid = int(said)
 
     def poll(self) -> int | None:
-        """The exit status, -N for signal N; None while it runs."""
+        """Return the exit status, -N for signal N; None while it runs."""
         with_status = self.returncode is None and select.select([self._connection], [], [], 0)[0]
         return self.wait() if with_status else self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status; raises subprocess.TimeoutExpired."""
+        """Wait, and return the exit status. Raise subprocess.TimeoutExpired."""
         if self.returncode is None:
             if not select.select([self._connection], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0)
@@ -93,11 +94,11 @@ class Fork:
         return self.returncode
 
     def fileno(self) -> int:
-        """Readable once the command has ended."""
+        """Return a file descriptor that becomes readable when the command ends."""
         return self._connection.fileno()
 
     def kill(self) -> None:
-        """End it, and what it started in its session."""
+        """Kill the command, and what it started in its session."""
         if self.returncode is None:
             os.killpg(self.pid, signal.SIGKILL)
             self.wait()
@@ -130,7 +131,7 @@ def fork(
     environment: Mapping[str, str],
     cwd: str | Path | None = None,
 ) -> Fork:
-    """Start the command in a fork of the server at the other end, whatever `words[0]` is.
+    """Start the command in a fork of the server at the other end of the connection, whatever `words[0]` is.
 
     Raises:
         OSError: the server has ended, or does not answer.
@@ -155,7 +156,7 @@ def run(
     timeout: float = TIMEOUT,
     merged: bool = False,
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command to its end; what it printed, errors among it if `merged`."""
+    """Run a command and return its output, including errors if `merged`."""
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         given.write(input.encode())
         given.seek(0)
@@ -172,7 +173,7 @@ def run(
 
 
 def program(file: Path, *words: str) -> Path:
-    """Write a program that does in forks, without a device, what `python WORDS ARGUMENTS` would."""
+    """Write a program that runs `python WORDS ARGUMENTS` in a fork, without a device."""
     _connect().close()
     executable = PYTHON if words else str(file)
     file.write_text(PROGRAM.format(python=PYTHON, address=_address(), words=words, executable=executable))
@@ -181,7 +182,7 @@ def program(file: Path, *words: str) -> Path:
 
 
 def without_ranks() -> dict[str, str]:
-    """The environment of a command that is not a rank of the test's own group."""
+    """Return the environment for a command that is not a rank of the test's own group."""
     return {name: value for name, value in os.environ.items() if name not in RANKS}
 
 
@@ -191,7 +192,7 @@ def _has_device() -> bool:
 
     from megatron_mtp.megatron import cpu
 
-    return torch.cuda.is_available() and not cpu.installed()  # which answers for a device that is not there
+    return torch.cuda.is_available() and not cpu.installed()  # under the stand-ins torch reports a device
 
 
 def _address() -> str:
@@ -200,7 +201,7 @@ def _address() -> str:
 
 
 def _connect() -> socket.socket:
-    """A connection to the server, which is started unless another worker has done so."""
+    """Connect to the server; start it unless another worker has."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     deadline, server = time.monotonic() + TIMEOUT, None
     with tempfile.TemporaryFile() as said:
@@ -232,22 +233,22 @@ def _start_server(said: IO[bytes]) -> "subprocess.Popen[bytes]":
     )
 
 
-# --- the process that forks ------------------------------------------------------------------------------------------
+# --- the forking process ---------------------------------------------------------------------------------------------
 
 
 def serve(listening: socket.socket, of_run: int, run: "Callable[..., None] | None" = None) -> None:
-    """Fork for every request; a fork runs its words by `run_main`, or by `run`."""
-    gc.freeze()  # else a collection in a fork copies what all share
+    """Fork for every request; a fork runs its command with `run_main`, or with `run`."""
+    gc.freeze()  # otherwise garbage collection in a fork would copy shared pages
     Server(listening, of_run, run or run_main).serve()
 
 
 class Server:
-    """Forks for every request until the process `of_run` ends; `run` does a command's words as `__main__`."""
+    """Fork for every request until the process `of_run` ends; `run` executes a command's arguments as `__main__`."""
 
     def __init__(self, listening: socket.socket, of_run: int, run: Callable[..., None]) -> None:
         self._listening, self._run, self._run_main = listening, os.pidfd_open(of_run), run
-        self._children: dict[int, tuple[int, socket.socket]] = {}  # by the handle of the process
-        self._clients: dict[int, int] = {}  # the handle of the process by that of the connection
+        self._children: dict[int, tuple[int, socket.socket]] = {}  # by process handle
+        self._clients: dict[int, int] = {}  # process handle by connection handle
         self._waiting = select.poll()
 
     def serve(self) -> None:
@@ -264,7 +265,7 @@ class Server:
                     self._fork()
                 elif handle in self._children:
                     self._report(handle)
-                elif handle in self._clients:  # it hung up: nobody waits for the command
+                elif handle in self._clients:  # the client hung up and no longer waits for the command
                     kill(self._children[self._clients[handle]][0])
                     self._waiting.unregister(handle)
 
@@ -299,14 +300,14 @@ class Server:
 
 
 def kill(child: int) -> None:
-    """Kill a process with its session, unless it has none yet."""
+    """Kill a process and its session, if it has one already."""
     for end in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             end(child, signal.SIGKILL)
 
 
 def become(request: dict[str, Any], streams: list[int], connection: socket.socket, run: Callable[..., None]) -> None:
-    """Take the place of the command, and end as Python does."""
+    """Become the command, and exit as Python does."""
     status = 1
     try:
         os.setsid()
@@ -322,7 +323,7 @@ def become(request: dict[str, Any], streams: list[int], connection: socket.socke
         numpy.random.seed()
         sys.executable = request["executable"]
         status = status_of(request["words"], run)
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+        threading._shutdown()  # type: ignore[attr-defined]  # join threads
         atexit._run_exitfuncs()
         with contextlib.suppress(BrokenPipeError):
             sys.stdout.flush()
@@ -331,7 +332,7 @@ def become(request: dict[str, Any], streams: list[int], connection: socket.socke
 
 
 def status_of(words: list[str], run: Callable[..., None]) -> int:
-    """The exit status of a command that runs here."""
+    """Run a command in this process, and return its exit status."""
     try:
         run(*words)
     except SystemExit as end:
@@ -368,7 +369,7 @@ LATE = (
     "megatron.core.models.mimo",
     "megatron.core.tokenizers.text.models.default_tokenizer",
 )
-"""What commands import when they need it."""
+"""Modules that commands import lazily."""
 
 
 def import_all() -> None:
@@ -384,20 +385,20 @@ def import_all() -> None:
     for name in (*LATE, *(name for name in ours if not name.endswith("__main__"))):
         with contextlib.suppress(ImportError):
             import_module(name)
-    transformers.AutoTokenizer, transformers.AutoModelForCausalLM  # noqa: B018  imported when it is named
+    transformers.AutoTokenizer, transformers.AutoModelForCausalLM  # noqa: B018  lazy imports
     shorten_mock_data()
     parse_sources_once()
     from megatron_mtp.training.flags import all_parser
 
     own = sys.path[0]
-    for folder in (ROOT, ROOT / "tests" / "support"):  # of scripts: what is installed is kept by path
+    for folder in (ROOT, ROOT / "tests" / "support"):  # for scripts; other import paths are cached already
         sys.path[0] = str(folder)
-        all_parser("pretrain_gpt.py")  # once, so that forks know them
+        all_parser("pretrain_gpt.py")  # cached, so that forks do not build it again
     sys.path[0] = own
 
 
 def threads() -> int:
-    """Return the number of threads of this process; a fork has one of them."""
+    """Return the number of threads of this process; a fork keeps only one."""
     return len(os.listdir("/proc/self/task"))
 
 
@@ -406,7 +407,7 @@ def main(address: str, of_run: int) -> None:
     try:
         listening.bind(f"\0{address}")
     except OSError:
-        return  # another worker's server is there already
+        return  # another worker's server is already running
     import_all()
     assert threads() == 1, f"a fork would lack {threads() - 1} threads of this process"
     serve(listening, of_run)

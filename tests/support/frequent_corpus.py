@@ -9,7 +9,7 @@ STEPS, HALF, DRAFTED = 4, 2, 40
 
 
 def corpus(prefix: Path) -> Path:
-    """Build a corpus in which tokens below 20 and from 100 on, of 127, fill nine of ten positions."""
+    """Build a corpus in which tokens 0 to 19 and from 100 on, of 127, fill nine of ten positions."""
     generator = torch.Generator().manual_seed(1)
     frequent = torch.cat([torch.arange(1, 20), torch.arange(100, 121)])
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(127))

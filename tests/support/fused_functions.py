@@ -1,6 +1,6 @@
-"""Compile the operations between a dense layer's products, as on a GPU, in a process without the CPU substitutes.
+"""Compile the operations between a dense layer's products as on a GPU, in a process without the CPU stand-ins.
 
-python fused_functions.py DEVICE BACKEND    prints, of every case, name, largest difference, how often it was compiled
+python fused_functions.py DEVICE BACKEND    prints name, largest difference and number of compilations per case
 """
 
 import json
@@ -15,10 +15,10 @@ from torch.nn.functional import rms_norm, silu
 from megatron_mtp.decoding import dense_layer
 
 CASES = (0, False), (0, True), (1, False), (2, False)
-"""Numbers of functions, and whether there are norms of queries and keys."""
+"""Function numbers, and whether queries and keys have norms."""
 GROUPS, QUERIES, CHANNELS, LAYERS = 4, 3, 64, 3
 SHAPES = (32, 1), (1, 1), (4, 1), (32, 4), (1, 4), (4, 4)
-"""Rows and sequences of prompts, of plain decoding and of drafts."""
+"""Rows and sequences of prompts, of plain decoding, and of drafts."""
 
 
 class Norm(torch.nn.Module):
@@ -33,7 +33,7 @@ class Norm(torch.nn.Module):
 
 
 def given(rows: int, batch: int, norms: tuple[Norm, Norm] | tuple[None, None], after: Norm) -> dict[Any, list[Any]]:
-    """The functions, with arguments."""
+    """Return the functions and their arguments."""
     caches = torch.randn(6, GROUPS, 640, CHANNELS), torch.randn(6, GROUPS, 640, CHANNELS)
     angles = torch.randn(rows, batch, 1, 1, CHANNELS), torch.randn(rows, batch, 1, 1, CHANNELS)
     places = torch.arange(batch).unsqueeze(1), torch.arange(rows).expand(batch, -1) + 7
@@ -52,7 +52,7 @@ def main(device: str, backend: str) -> None:
 
 
 def compared(number: int, has_norms: bool, backend: str) -> tuple[str, float, int]:
-    """A function's name, its largest difference, and how often it was compiled."""
+    """Return a function's name, its largest difference, and how often it was compiled."""
     torch.compiler.reset()
     counters.clear()
     largest = 0.0
@@ -68,14 +68,14 @@ def compared(number: int, has_norms: bool, backend: str) -> tuple[str, float, in
 
 
 def copied(argument: Any) -> Any:
-    """Tensors in memory of their own."""
+    """Copy tensors."""
     if isinstance(argument, tuple):
         return tuple(map(copied, argument))
     return argument.clone() if isinstance(argument, Tensor) else argument
 
 
 def leaves(values: Any) -> list[Tensor]:
-    """All floating-point tensors: what is returned, and what was given, which may have been written."""
+    """Return all floating-point tensors: results, and arguments, which may have been overwritten."""
     if isinstance(values, Tensor):
         return [values] if values.is_floating_point() else []
     return [leaf for value in values for leaf in leaves(value)] if isinstance(values, list | tuple) else []

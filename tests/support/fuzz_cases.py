@@ -1,4 +1,4 @@
-"""The command lines that `test_fuzz.py` runs: bad ones by verb, values by flag, configs and damaged files."""
+"""Command lines for `test_fuzz.py`: bad ones by verb, values by flag, configs and damaged files."""
 
 import os
 import random
@@ -52,11 +52,13 @@ ASSETS = (
     Case("convert mcore-to-hf run hf", False, keeps=True),
     Case("generate --load run --prompt the --max-new-tokens 4 --record run", False, keeps=True),
 )
-"""They end well, and leave what the other cases start from: a corpus, checkpoints, a Hugging Face folder, a record."""
+"""Cases that succeed and create what others start from: a corpus, checkpoints, a Hugging Face folder, a record."""
 
 
 def lines(start: str, table: str, bad: bool | None = True) -> Iterator[Case]:
-    """A case a line: `FLAGS`, or `FLAGS -> WORDS` that the refusal has to have; `! ` before it where it once failed."""
+    """Yield one case per line: `FLAGS`, or `FLAGS -> WORDS` that the error must contain; `! ` marks one that once
+    failed.
+    """
     for line in filter(None, map(str.strip, table.splitlines())):
         flags, _, said = line.removeprefix("! ").partition(" -> ")
         yield Case(f"{start} {flags}", bad, said=said, failed=line.startswith("! "))
@@ -543,7 +545,7 @@ READERS = {
     "run/iter_0000002/.metadata": (GENERATE, EXPORT, LOADED, "convert inspect run"),
     "run/latest_checkpointed_iteration.txt": (GENERATE, EXPORT, LOADED),
 }
-"""Files to the commands that read them."""
+"""Commands that read each file."""
 
 DAMAGES: tuple[tuple[Change, ...], ...] = (
     (("cut", 0),),
@@ -556,7 +558,7 @@ DAMAGES: tuple[tuple[Change, ...], ...] = (
 
 
 def damaged() -> Iterator[Case]:
-    """Files cut, overwritten, with bytes flipped, or with a folder or a link in their place."""
+    """Yield cases with files that are truncated, overwritten, bit-flipped, or replaced by a folder or a link."""
     for text in BAD_ROWS:
         failed = "9" * 400 in text or text.startswith("[[")
         yield Case("report run", True, (("write", "run/metrics.jsonl", text),), failed=failed)
@@ -583,7 +585,7 @@ CONFIG_VALUES: tuple[Any, ...] = (None, "", "x", -1, 0, 3, 1.5, True, [], [3], {
 
 
 def configs() -> Iterator[Case]:
-    """A key of config.json with a value of another kind; some of them are right."""
+    """Yield cases with a config.json value of another type; some of them are valid."""
     for key in CONFIG_KEYS:
         for value in CONFIG_VALUES:
             failed = key == "model_type" and value == [3]
@@ -601,11 +603,11 @@ STARTS = {
 
 
 SHARE = 0.1
-"""Of the values of flags, which are thousands."""
+"""Fraction of the flag values that run, out of thousands."""
 
 
 def values() -> Iterator[Case]:
-    """Flags that take a number, with values of the pool; another share of them in another run with FUZZ_SEED."""
+    """Yield cases that give numeric flags values from the pool; FUZZ_SEED selects a different subset."""
     chance = random.Random(os.environ.get("FUZZ_SEED", "0"))
     for verb, start in STARTS.items():
         for action in parser_of(verb)._actions:
@@ -635,7 +637,7 @@ ODD_TEXT = (
 
 
 def every_case() -> list[Case]:
-    """All of them."""
+    """Return all cases."""
     tables = {
         f"{TRAIN} {MOCK}": BAD_TRAIN,
         f"{TRAIN} {DATA}": BAD_DATA,

@@ -1,10 +1,9 @@
-"""Runs command lines, each in a fork of a process that has imported torch and Megatron (fork_server.py).
+"""Run command lines, each in a fork of a process that has imported torch and Megatron (fork_server.py).
 
     cases = Cases(folder)
     ended = cases.run(Case("train --seq-length 0"))
 
-Every case works in a folder of its own, a copy of what earlier cases have left in `folder/assets`, changed as the case
-says.
+Every case runs in its own folder: a copy of what earlier cases left in `folder/assets`, with the case's changes.
 """
 
 import json
@@ -25,25 +24,25 @@ TIMEOUT = 120.0
 """Seconds after which a child counts as hanging."""
 
 WARNING = re.compile(r"Warning: |^  |^ERROR:megatron\.|\d%\|")
-"""A library's warning, the line of source that Python shows with it, what Megatron logs of a step, a moving bar."""
+"""A library's warning and the source line that Python prints with it, Megatron's log of a step, or a progress bar."""
 
 Change = tuple[Any, ...]
-"""What is done to a file of the folder: the name of a function of `CHANGES`, the path, and its further arguments."""
+"""A change to a file of the folder: the name of a function of `CHANGES`, the path, and more arguments."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A command line, and what has to become of it.
+    """A command line, and its expected result.
 
     Attributes:
         line: verb and flags, as in a shell.
-        bad: True if it must be refused, False if it must end well, None if it may do either.
-        changes: of the files, before it runs.
-        program: how the command is called, where it is not `megatron-mtp VERB`.
-        statuses: further exit statuses that the verb documents.
-        keeps: leave what it made for later cases.
-        said: must stand in the refusal.
-        failed: it once ended in another way, before the mistake was mended.
+        bad: True if it must be rejected, False if it must succeed, None if either is fine.
+        changes: changes to files before it runs.
+        program: how the command is called, if not `megatron-mtp VERB`.
+        statuses: additional exit statuses that the verb documents.
+        keeps: keep its output for later cases.
+        said: text that the error must contain.
+        failed: it once failed in another way; now fixed.
     """
 
     line: str
@@ -72,7 +71,7 @@ class Ended:
 
 
 def faults(case: Case, ended: Ended) -> list[str]:
-    """Return faults in the end of a case; none if it is right."""
+    """Return what is wrong with a case's result; empty if it is right."""
     refused = ended.status not in (0, *case.statuses)
     lines = [line for line in ended.err.splitlines() if line.strip() and not WARNING.search(line)]
     found = {
@@ -90,14 +89,14 @@ def faults(case: Case, ended: Ended) -> list[str]:
 
 
 class Cases:
-    """Command lines that run in a folder, one at a time."""
+    """Run command lines in a folder, one at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._place, self._assets = folder / "case", folder / "assets"
         self._assets.mkdir(parents=True)
 
     def run(self, case: Case) -> Ended:
-        """Run a case to its end; its folder goes when the next begins."""
+        """Run a case; its folder is deleted when the next one starts."""
         shutil.rmtree(self._place, ignore_errors=True)
         shutil.copytree(self._assets, self._place, symlinks=True)
         for name, path, *arguments in case.changes:
@@ -116,7 +115,7 @@ class Cases:
 
 
 def words(case: Case) -> list[str]:
-    """The command, as a shell would have it; a program of its own is called by its name."""
+    """Return the command's arguments; a program other than the package is called by its name."""
     given = shlex.split(case.line)
     if case.program is None:
         return [sys.executable, "-m", "megatron_mtp", *given]
@@ -125,7 +124,7 @@ def words(case: Case) -> list[str]:
 
 
 def files(folder: Path) -> Iterator[str]:
-    """Return files that look complete: not temporary files, logs, caches and locks."""
+    """Yield files that look complete: no temporary files, logs, caches or locks."""
     for path in folder.rglob("*"):
         name = str(path.relative_to(folder))
         if path.is_file() and not any(part in name for part in ("partial", ".lock", "cache", "tokenizer/")):
@@ -136,19 +135,19 @@ def files(folder: Path) -> Iterator[str]:
 
 
 def write(path: Path, text: str) -> None:
-    """Letters up to 255 are bytes."""
+    """Write text whose characters up to 255 are single bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(text.encode("latin-1"))
 
 
 def cut(path: Path, size: int) -> None:
-    """Keep the first bytes; of a negative size, all but the last."""
+    """Keep the first `size` bytes; if negative, drop that many at the end."""
     data = path.read_bytes()
     path.write_bytes(data[:size])
 
 
 def flip(path: Path, *places: int) -> None:
-    """Invert the bytes at these places."""
+    """Invert the bytes at these offsets."""
     data = bytearray(path.read_bytes())
     for place in places:
         data[place % len(data)] ^= 0xFF
@@ -164,7 +163,7 @@ def link(path: Path, target: str) -> None:
 
 
 def put(path: Path, key: str, value: Any) -> None:
-    """Set a key of a JSON object, `a.b` being b of a; None takes it away."""
+    """Set a key of a JSON object (`a.b` is b inside a); None removes it."""
     data = json.loads(path.read_text())
     *outer, last = key.split(".")
     inner = data

@@ -1,4 +1,4 @@
-"""Run `generate_gpt.py`'s command line several times in one process; print each exit status and output.
+"""Run several command lines of `generate_gpt.py` in one process; print each exit status and output.
 
 python generate_worker.py '[["--load", "..."], ...]'
 """

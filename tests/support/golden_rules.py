@@ -1,18 +1,18 @@
-"""The rules of every family on tiny configurations, in words; `golden/rules.json` has a digest of each family's.
+"""Describe the rules of every family on tiny configurations; `golden/rules.json` has a digest per family.
 
-    python tests/support/golden_rules.py                   # writes the file anew, after a change that is meant
-    python tests/support/golden_rules.py --since COMMIT    # prints how the rules differ from those of COMMIT
+    python tests/support/golden_rules.py                   # rewrite the file after an intended change
+    python tests/support/golden_rules.py --since COMMIT    # print how the rules differ from those of COMMIT
 
-`test_golden.py` compares the digests. Where one differs it prints the difference from the commit that last wrote the
-file: the rules of a commit are made anew by its own code.
+`test_golden.py` compares the digests. If one differs, it prints the difference from the commit that last wrote the
+file; the rules of a commit are computed by its own code.
 
-No model is built: a case is a `config.json` in the form of `hf_models.py` or `trunk_models.py` with the changes of a
-variant. A line is a group of rules that differ by the numbers of layers and experts alone:
+No model is built: a case is a `config.json` of `hf_models.py` or `trunk_models.py` with the changes of a variant. A
+line is a group of rules that differ only in the numbers of layers and experts:
 
     model.layers.{a}.mlp.down_proj.weight 48x56 -> decoder.layers.{a}.mlp.linear_fc2.weight 48x56 : same  [a=0-2]
 
-What a map does is seen from numbered tensors that it moves: `same`, `one after another`, `transposed`, ..., with a
-checksum of what comes out.
+A map is described by what it does to numbered tensors (`same`, `one after another`, `transposed`, ...), with a checksum
+of the result.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ SEEN = (
     "mtp.layers.0.self_attn.q_proj.weight",
     "model.mtp_linear_proj.0.bias",
 )
-"""Names that a folder may hold beside those of rules; a family carries some of them."""
+"""Names that a folder may contain in addition to those of rules; a family passes some of them through."""
 ALONE = {
     "tie_word_embeddings": True,
     "attention_bias": True,
@@ -68,7 +68,7 @@ ALONE = {
     "shared_expert_intermediate_size": 12,
     "shared_intermediate_size": 12,
 }
-"""Tied, without depths, with all biases, and every form of the folder left out."""
+"""Tied embeddings, no MTP layers, all biases, and no optional parts."""
 MIXED = {
     "tie_word_embeddings": False,
     "attention_bias": False,
@@ -80,7 +80,7 @@ MIXED = {
     "num_key_value_heads": 1,
     "n_shared_experts": 1,
 }
-"""One depth, norms of queries and keys, a dense layer, biases that are zero in the folder."""
+"""One MTP layer, norms of queries and keys, a dense layer, and biases that are zero in the folder."""
 HYBRID_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 BY_FAMILY: dict[str, tuple[Keys, Keys, Keys]] = {
     "qwen3_next": ({}, {"layer_types": HYBRID_LAYERS, "num_hidden_layers": 4}, {"layer_types": HYBRID_LAYERS[1:3] * 2}),
@@ -92,17 +92,17 @@ BY_FAMILY: dict[str, tuple[Keys, Keys, Keys]] = {
     ),
     "llama": ({}, {}, {"head_dim": 8}),
 }
-"""Further changes of the three cases, by the first `model_type` of a family."""
+"""Additional changes of the three cases, by the first `model_type` of a family."""
 
 
 def record() -> Record:
-    """Every family of this package, and every type of model around a text model."""
+    """Return every family of this package, and every model type around a text model."""
     families = {family.model_types[0]: of_family(family) for family in own_families()}
     return {"families": families, "around a text model": {name: around(name) for name in WRAPPERS}}
 
 
 def digest(rules: object) -> str:
-    """Sixteen digits that another flag, rule or order of rules changes."""
+    """Return sixteen hex digits that depend on every flag, rule, and the order of rules."""
     return hashlib.sha256(json.dumps(rules).encode()).hexdigest()[:16]
 
 
@@ -129,7 +129,7 @@ def of_family(family: Family) -> Record:
 
 
 def _base(family: Family) -> Keys:
-    """The keys of the family's first row in the tables of tiny models."""
+    """Return the keys of the family's first row in the tables of tiny models."""
     tables: dict[str, Model] = {**MODELS, **TRUNKS, **LEFT}
     row = next(model for model in tables.values() if _type_of(model) in family.model_types)
     return {**SIZES, **row.config, **row.keys}
@@ -141,7 +141,7 @@ def _type_of(model: Model) -> str:
 
 
 def around(model_type: str) -> list[str]:
-    """The rules around a Llama of one layer, with the text model under the last prefix."""
+    """Return the rules around a one-layer Llama, with the text model under the last prefix."""
     keys = {**SIZES, "num_hidden_layers": 1, "model_type": "llama"}
     config = HFConfig.from_keys({"model_type": model_type, "text_config": keys})
     layout = Layout(1, frozenset({"head", list(PREFIXES)[-1]}), ("vision_tower.weight",))
@@ -150,7 +150,7 @@ def around(model_type: str) -> list[str]:
 
 
 def _case(family: Family, config: HFConfig, layout: Layout) -> Record:
-    """Return a family's result for a config: the layout seen in its rules' names, flags, and rules as lines."""
+    """Return a family's result for a config: the layout found in its rules' names, flags, and rules as lines."""
     if family.depths is not None:
         config = HFConfig({**config.keys, family.depths.keys[0]: layout.depths}, config.model_type)
     config = family.complete(config)
@@ -165,7 +165,7 @@ def _case(family: Family, config: HFConfig, layout: Layout) -> Record:
 
 
 def _flags(make: Callable[[HFConfig, Layout], list[str]] | None, config: HFConfig, layout: Layout) -> list[str]:
-    """By name; of two of a name the last counts."""
+    """Return flags sorted by name; the last of several wins."""
     try:
         words = [] if make is None else " ".join(["", *make(config, layout)]).split(" --")[1:]
     except ValueError as error:
@@ -210,7 +210,7 @@ def _piece(piece: Piece, numbers: list[int]) -> str:
 
 
 def _lettered(name: str, numbers: Sequence[int]) -> tuple[str, list[int]]:
-    """A name with letters for these numbers, each at most once and in order, and the places of those left."""
+    """Return a name with letters for these numbers, each used at most once and in order, and the places left over."""
     left = list(range(len(numbers)))
 
     def letter(match: re.Match[str]) -> str:
@@ -232,7 +232,7 @@ def _by(shape: tuple[int, ...] | None) -> str:
 
 
 def _ranges(numbers: list[tuple[int, ...]]) -> str:
-    """`a=0-2 b=0-5` where all of these occur together, else every occurrence."""
+    """Return `a=0-2 b=0-5` if all combinations occur, otherwise every occurrence."""
     if not numbers[0]:
         return f"  [{len(numbers)} times]" if len(numbers) > 1 else ""
     values = [sorted(set(column)) for column in zip(*numbers, strict=True)]
@@ -305,7 +305,7 @@ KNOWN: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
     "minus 1": lambda given: [one - 1 for one in given],
     "minus 1, and as it was": lambda given: [given[0], given[0] - 1],
 }
-"""Movements by the words for them."""
+"""Tensor movements by their description."""
 
 
 def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -336,7 +336,7 @@ def of_commit(commit: str | None) -> Record:
     """Return `record` at a commit, or at the commit that last wrote the file.
 
     Raises:
-        subprocess.CalledProcessError: git is not there, or has no such commit.
+        subprocess.CalledProcessError: git is missing, or has no such commit.
     """
     git = ["git", "-C", str(ROOT)]
     if commit is None:

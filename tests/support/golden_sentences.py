@@ -1,9 +1,9 @@
-"""What users read, sentence by sentence: `golden/sentences.txt`, which `test_golden.py` compares.
+"""Everything that users read, sentence by sentence: `golden/sentences.txt`, which `test_golden.py` compares.
 
-    python tests/support/golden_sentences.py     # writes the file anew, after a change of a sentence
+    python tests/support/golden_sentences.py     # rewrite the file after changing a sentence
 
-Messages, help texts and logs of the package stand under their file; what an f-string fills in is `{}`. Other tests
-assert the facts of a message: the flag, the value, the remedy.
+Messages, help texts and logs of the package are listed by file; values inside an f-string become `{}`. Other tests
+check the facts of a message: the flag, the value, the remedy.
 """
 
 from collections.abc import Iterator
@@ -13,18 +13,18 @@ from documents import ROOT, strings
 
 FILE = Path(__file__).parent / "golden" / "sentences.txt"
 FEWEST_WORDS = 5
-"""A string of fewer words is a name or a part of a line."""
+"""Shorter strings are names or parts of lines."""
 
 
 def record() -> str:
-    """The file's text."""
+    """Return the file's text."""
     package = ROOT / "megatron_mtp"
     parts = ["\n".join([str(path.relative_to(package)), *_sentences(path)]) for path in sorted(package.rglob("*.py"))]
     return "\n\n".join(part for part in parts if "\n" in part) + "\n"
 
 
 def _sentences(path: Path) -> Iterator[str]:
-    """An indented line each, in the order of the file."""
+    """Yield one indented line per sentence, in the order of the source."""
     found = sorted(strings(path.read_text("utf-8"), filled="{}"), key=lambda one: one[0])
     for _, text in found:
         words = text.split()

@@ -1,9 +1,9 @@
-"""What users type and store, by name: `golden/surface.json`, which `test_golden.py` compares.
+"""Names that users type and store: `golden/surface.json`, which `test_golden.py` compares.
 
-    python tests/support/golden_surface.py     # writes the file anew, after a change that CHANGELOG.md tells
+    python tests/support/golden_surface.py     # rewrite the file after a change that CHANGELOG.md mentions
 
-Flags are ours alone, by verb. Keys of checkpoints are those of tiny models, one of every architecture; the layers' are
-Megatron's, and stand there because either program loads what the other saved.
+It lists this package's own flags by verb, and checkpoint keys of one tiny model per architecture. The layers' keys are
+Megatron's; they are listed because each program loads what the other saves.
 """
 
 import json
@@ -23,7 +23,7 @@ Names = dict[str, list[str]]
 
 
 def record() -> dict[str, Any]:
-    """Everything, in the order of the file; a process group of Megatron has to be there."""
+    """Return everything in the order of the file; needs a Megatron process group."""
     from megatron_mtp.cli.verbs import VERBS
 
     return {
@@ -55,7 +55,7 @@ def _flags() -> Names:
 
 
 def _checkpoint_keys() -> Names:
-    """Numbers of layers are `#`."""
+    """Return checkpoint keys, with `#` for layer numbers."""
     from hybrid_single import our_hybrid
     from megatron_single import LATENT, MOE, our_model
 
@@ -90,7 +90,7 @@ def _config_keys() -> Names:
 
 
 def _entry_points() -> Names:
-    """Groups that other packages may add to, and what this package declares."""
+    """Return entry point groups that other packages may extend, and what this package declares."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return {
         "groups": sorted(_found(r'Registry\(\s*"(megatron_mtp\.\w+)"')),
@@ -101,7 +101,7 @@ def _entry_points() -> Names:
 
 
 def _found(pattern: str) -> set[str]:
-    """The groups of every match in the sources of the package and of its scripts."""
+    """Return the regex groups of every match in the sources of the package and its scripts."""
     files = [path for room in SOURCES for path in (ROOT / room).rglob("*") if path.is_file()]
     texts = (path.read_text(encoding="utf-8") for path in files if path.suffix in WRITTEN)
     return {" ".join(match.groups()) for text in texts for match in re.finditer(pattern, text)}

@@ -1,4 +1,4 @@
-"""Compiling Triton's kernels for GPUs, which needs none; the interpreter takes much that the compiler refuses."""
+"""Compile Triton kernels for GPUs, without one. The interpreter accepts much that the compiler rejects."""
 
 import re
 import subprocess
@@ -11,17 +11,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
-"""Bytes of shared memory that a program can have, by compute capability: A100, L40, H100."""
+"""Shared memory of a thread block in bytes, by compute capability: A100, L40, H100."""
 DIVISIBLE = [["tt.divisibility", 16]]
-"""What a launch says of a pointer to memory of torch's, or of a number that 16 divides; loads become wider by it."""
+"""Divisibility by 16, as a launch declares it for torch pointers and divisible integers; it allows wider loads."""
 
 
 def assert_compiles(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, target: int, folder: Path
 ) -> None:
-    """To a binary that fits into the target and keeps all in registers; arguments without a type are constants.
+    """Check that a kernel compiles to a binary that fits the target without spilling registers.
 
-    Pointers and strides are divisible by 16, as those of a contiguous matrix are. `folder` takes the binary.
+    Arguments without a type are constants. Pointers and strides are divisible by 16, as for a contiguous matrix. The
+    binary is written to `folder`.
     """
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     divisible = [name.endswith("stride") or types.get(name, "").startswith("*") for name in kernel.arg_names]
@@ -29,13 +30,13 @@ def assert_compiles(
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": warps})
     assert f".target sm_{target}" in compiled.asm["ptx"]
-    assert re.search(r"\.v4\.b32|\.v2\.b64", compiled.asm["ptx"])  # 16 bytes at once
+    assert re.search(r"\.v4\.b32|\.v2\.b64", compiled.asm["ptx"])  # 16-byte loads
     assert compiled.metadata.shared <= SHARED[target]
     assert stack_bytes(compiled.asm["cubin"], folder) == 0
 
 
 def stack_bytes(cubin: bytes, folder: Path) -> int:
-    """Return memory of a thread in addition to registers, which holds spilled registers."""
+    """Return a thread's stack bytes, which hold spilled registers."""
     (folder / "cubin").write_bytes(cubin)
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
     dump = subprocess.run(

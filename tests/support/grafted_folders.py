@@ -1,4 +1,4 @@
-"""Folders that MTP layers are grafted from and to, and their tensors."""
+"""Source and target folders of grafts, and their tensors."""
 
 import json
 import re
@@ -12,7 +12,7 @@ OCR = "model.language_model.layers."
 
 
 def lost(folder: Path) -> Path:
-    """The same folder as transformers saves it: without MTP layers, which its config still counts."""
+    """Return the folder as transformers saves it: without MTP layers, although its config counts them."""
     tensors, keys = read(folder), json.loads((folder / "config.json").read_text())
     layers = keys.get("text_config", keys).get("num_hidden_layers", 99)
     of_depths = (

@@ -1,7 +1,7 @@
-"""Small random models of every family in Hugging Face form, made by transformers' own classes where it has them.
+"""Small random Hugging Face models of every family, made by transformers' own classes if it has them.
 
-The MTP tensors that transformers never holds are added here by the names that serving engines load, written out from
-the families' published folders and not taken from the rules that they test.
+MTP tensors that transformers drops are added here under the names that serving engines load. The names are written out
+from published folders, not taken from the rules that they test.
 """
 
 import json
@@ -60,15 +60,15 @@ class Model:
     """One kind of folder.
 
     Attributes:
-        model_type: of the class in transformers that makes the trunk.
+        model_type: transformers class that creates the trunk.
         config: changes to `SIZES`.
-        depths: those to try.
-        add_depths: the MTP tensors of so many depths, given those of the trunk.
-        depth_key: config key that counts them, where there is one.
-        keys: keys put into `config.json` beside what transformers writes.
-        named: the tensors by the names of a family that transformers does not have.
+        depths: numbers of MTP layers to test.
+        add_depths: creates the tensors of so many MTP layers from the trunk's.
+        depth_key: config key that counts them, if there is one.
+        keys: keys added to `config.json`.
+        named: renames the tensors for a family that transformers does not have.
         around: other parts of a model whose text model `config` describes.
-        text_alone: the folder is that of the text model.
+        text_alone: the folder contains only the text model.
         inside: type of a larger model, and its config's key of the text model; None for no larger model.
     """
 
@@ -85,12 +85,12 @@ class Model:
 
 
 def layer_of(trunk: Tensors, prefix: str) -> Tensors:
-    """New tensors in the form of a trunk layer, by their names without the prefix."""
+    """Return new tensors shaped like a trunk layer's, by name without the prefix."""
     return {name.removeprefix(prefix): torch.randn_like(t) for name, t in trunk.items() if name.startswith(prefix)}
 
 
 def frame(size: int = HIDDEN, **names: str) -> Tensors:
-    """Two norms, the projection of both halves and a final norm under these names."""
+    """Return two norms, the input projection and a final norm under these names."""
     shapes = {"embedding": (size,), "hidden": (size,), "projection": (size, 2 * size), "final": (size,)}
     return {name: torch.randn(shapes[part]) for part, name in names.items()}
 
@@ -138,7 +138,7 @@ def mimo_depths(trunk: Tensors, depths: int) -> Tensors:
 
 
 def under_mtp(trunk: Tensors, depths: int) -> Tensors:
-    """One depth as Qwen's and EXAONE's: a layer of full attention, the last of the trunk here."""
+    """Return one MTP layer of Qwen or EXAONE: a full-attention layer, here shaped like the trunk's last."""
     last = max(match.group(0) for name in trunk if (match := re.match(r"model\.(language_model\.)?layers\.\d\.", name)))
     layer = layer_of(trunk, last)
     return {f"mtp.layers.0.{name}": tensor for name, tensor in layer.items()} | frame(
@@ -150,7 +150,7 @@ def under_mtp(trunk: Tensors, depths: int) -> Tensors:
 
 
 def packed_under_mtp(trunk: Tensors, depths: int) -> Tensors:
-    """The same with the experts of the depth as two tensors."""
+    """Return the same with the MTP layer's experts as two tensors."""
     out = under_mtp(trunk, depths)
     experts = [f"mtp.layers.0.mlp.experts.{index}." for index in range(EXPERTS["n_routed_experts"])]
     both = [torch.cat([out.pop(f"{e}{part}_proj.weight") for part in ("gate", "up")]) for e in experts]
@@ -172,7 +172,7 @@ def ernie_depths(trunk: Tensors, depths: int) -> Tensors:
 
 
 def mimo_v2_depths(trunk: Tensors, depths: int) -> Tensors:
-    """Dense layers with the attention of sliding windows."""
+    """Return dense layers with sliding-window attention."""
     out: Tensors = {}
     attention = {n: t for n, t in layer_of(trunk, "model.layers.1.").items() if n.startswith("self_attn.")}
     mlp = {n: t for n, t in layer_of(trunk, "model.layers.0.").items() if n.startswith("mlp.")}
@@ -210,7 +210,7 @@ def without_idle_experts(tensors: Tensors) -> Tensors:
 
 
 def nemotron_depths(trunk: Tensors, depths: int) -> Tensors:
-    """Attention and experts, each a layer."""
+    """Return attention and experts, each as a layer."""
     out: Tensors = {}
     for k in range(depths):
         first, last = f"mtp.layers.{2 * k}.", f"mtp.layers.{2 * k + 1}."
@@ -226,7 +226,7 @@ def nemotron_depths(trunk: Tensors, depths: int) -> Tensors:
 
 
 def step_depths(trunk: Tensors, depths: int) -> Tensors:
-    """Dense layers with the attention of windows, each with its own head."""
+    """Return dense layers with window attention, each with its own head."""
     out: Tensors = {}
     for k in range(depths):
         hf = f"model.layers.{SIZES['num_hidden_layers'] + k}."
@@ -260,7 +260,7 @@ def glm_ocr_depths(trunk: Tensors, depths: int) -> Tensors:
 
 
 def bailing_names(tensors: Tensors) -> Tensors:
-    """GLM-4 MoE's tensors by the names of Bailing-MoE V2, which computes the same: QKV fused, all queries first."""
+    """Rename GLM-4 MoE's tensors to Bailing-MoE V2's, which computes the same: QKV fused, queries first."""
     swaps = {
         "embed_tokens": "word_embeddings",
         "self_attn.o_proj": "attention.dense",
@@ -282,7 +282,7 @@ def bailing_names(tensors: Tensors) -> Tensors:
 
 
 def hunyuan_names(tensors: Tensors) -> Tensors:
-    """The final norm of a depth as Hunyuan 3 calls it."""
+    """Rename an MTP layer's final norm as in Hunyuan 3."""
     return {name.replace("shared_head.norm", "final_layernorm"): tensor for name, tensor in tensors.items()}
 
 
@@ -339,7 +339,7 @@ DEEP_EYES: dict[str, Any] = {
     "patch_size": 14,
     "out_hidden_size": HIDDEN,
 }
-"""Of EXAONE 4.5 and GLM-OCR."""
+"""Vision settings of EXAONE 4.5 and GLM-OCR."""
 QWEN_EYES: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 16,
@@ -354,7 +354,7 @@ EAR: Tensors = {"perception.encoder.proj.weight": torch.randn(4, 4)}
 
 
 def spoken(name: str) -> str:
-    """A name of Nemotron-H as the folder of NeMo's speech models has it."""
+    """Rename a Nemotron-H tensor as in NeMo's speech models."""
     swaps = {"backbone.embeddings.": "model.embed_tokens.", "backbone.norm_f.": "model.norm.", "backbone.": "model."}
     old = next((old for old in swaps if name.startswith(old)), "")
     return f"llm.{swaps.get(old, '')}{name.removeprefix(old)}"
@@ -531,11 +531,11 @@ def make(
     changes: dict[str, Any] | None = None,
     seed: int = 7,
 ) -> Path:
-    """Write the folder of a model with random weights; norms lie around 1, and nothing is 0.
+    """Write the folder of a model with random weights; norms are around 1, and nothing is 0.
 
     Args:
-        name: of MODELS, or a model of another table.
-        changes: config keys that differ from those of the table.
+        name: a key of MODELS, or a model of another table.
+        changes: config keys that differ from the table.
     """
     model = MODELS[name] if isinstance(name, str) else name
     model = replace(model, config={**model.config, **(changes or {})})
@@ -567,7 +567,7 @@ def make(
 
 
 def trunk_of(model: Model, depths: int) -> Any:
-    """The model that transformers makes of it."""
+    """Return the model that transformers creates."""
     text = {**SIZES, **model.config}
     if model.around is None:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(model.model_type, **text))
@@ -581,7 +581,7 @@ WIDE = ("e_score_correction_bias", "A_log", "dt_bias")
 
 
 def filled(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Random numbers in the tensor's shape."""
+    """Return random numbers in the tensor's shape."""
     noise = torch.randn(tensor.shape)
     if "norm" in name and tensor.dim() == 1:
         value = 1 + 0.2 * noise
@@ -607,7 +607,7 @@ def write(folder: Path, tensors: Tensors, files: int = 1) -> None:
 
 
 def read(folder: Path) -> Tensors:
-    """All tensors of a folder."""
+    """Read all tensors of a folder."""
     tensors: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
@@ -615,7 +615,9 @@ def read(folder: Path) -> Tensors:
 
 
 def differing_keys(one: Path, other: Path) -> dict[str, tuple[Any, Any]]:
-    """Keys of two folders' configs with different values; nested ones as `outer.inner`, lost ones as "absent"."""
+    """Return keys whose values differ between two folders' configs: nested ones as `outer.inner`, missing ones as
+    "absent".
+    """
     ours, theirs = (_flat(json.loads((folder / "config.json").read_text())) for folder in (one, other))
     both = {key: (ours.get(key, "absent"), theirs.get(key, "absent")) for key in {**ours, **theirs}}
     return {key: values for key, values in both.items() if values[0] != values[1]}

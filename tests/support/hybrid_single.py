@@ -1,4 +1,4 @@
-"""One process: tiny hybrid models of ours and of Megatron, and a GPT's names in a hybrid of attention and MLP."""
+"""Tiny hybrid models of this package and of Megatron in one process, and a GPT's names in an equivalent hybrid."""
 
 import re
 from typing import Any
@@ -41,7 +41,7 @@ RECURRENT: dict[str, Any] = {
 def our_hybrid(
     pattern: str, tied: bool = False, position: str = "rope", architecture: str = "sequential", **changes: Any
 ) -> HybridModel:
-    """`changes` are fields of TransformerConfig, but `drafted`, the tokens of a draft vocabulary, and `settings`."""
+    """Create a hybrid. `changes` are fields of TransformerConfig, plus `drafted` (draft vocabulary) and `settings`."""
     drafted, settings = changes.pop("drafted", None), changes.pop("settings", {})
     config = MTPHybridModelConfig(
         transformer=_transformer(pattern, changes),
@@ -56,8 +56,10 @@ def our_hybrid(
 
 
 def drafting_hybrid(pattern: str, dtype: torch.dtype = torch.float64, **changes: Any) -> HybridModel:
-    """With the settings that the kinds of layers need, and decays so slow that a state holds what came long before:
-    with random ones it would forget a fault at once."""
+    """Create a hybrid with the settings its layers need, and decays slow enough to remember distant tokens.
+
+    With random decays it would forget a fault at once.
+    """
     kinds = (MOE if "E" in pattern else {}) | (LATENT if "+" in pattern else {})
     model = our_hybrid(pattern, params_dtype=dtype, **kinds, **changes)
     model.max_sequence_length = 2100
@@ -69,7 +71,7 @@ def drafting_hybrid(pattern: str, dtype: torch.dtype = torch.float64, **changes:
 
 
 def megatrons_hybrid(pattern: str, tied: bool = False, position: str = "rope", **changes: Any) -> HybridModel:
-    """Megatron's own model class and MTP, of the same layers."""
+    """Create the same layers with Megatron's own model class and MTP."""
     transformer = _transformer(pattern, changes)
     spec = stack_spec(transformer)
     norms = {"enorm": PortableNorm, "hnorm": PortableNorm, "layer_norm": PortableNorm}

@@ -1,4 +1,4 @@
-"""Packages that a test installs; tables ask for what is installed once."""
+"""Packages that a test installs. Registries look up installed packages only once."""
 
 from typing import Any
 
@@ -7,6 +7,6 @@ from megatron_mtp.spec.registry import Registry
 
 
 def ask_again(table: Registry[Any]) -> None:
-    """Let a table ask at its next use."""
+    """Make a registry look up installed packages again at its next use."""
     registry._points_on.cache_clear()
     table.__dict__.pop("_registered", None)

@@ -1,6 +1,6 @@
-"""Triton's interpreter: cases that run in it as a process of their own, and faults planted in kernels.
+"""Run cases in Triton's interpreter, in a separate process, and plant faults in kernels.
 
-Triton reads TRITON_INTERPRET when it is imported, hence the process.
+The process is needed because Triton reads TRITON_INTERPRET when it is imported.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from unittest import mock
 
 
 def found_by(cases: str, *parts: str) -> dict[str, Any]:
-    """Return what a file next to this one finds in its parts; on the CPU, with torch's operations as reference."""
+    """Run parts of a file in this folder and return its results: on the CPU, with torch operations as the reference."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, Path(__file__).parent / cases, *parts]
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

@@ -1,9 +1,9 @@
-"""A process that forks for every job, so that what all jobs import is imported once; and its side in a test.
+"""A process that forks for every job, so that shared imports happen once; and its client in a test.
 
-    for_each_job(work)                                      in the process: `work` makes a record of each job
-    with worker(command, environment, log) as record_of:    in the test: `record_of` hands a job over
+    for_each_job(work)                                      in the process: `work` returns a record for each job
+    with worker(command, environment, log) as record_of:    in the test: `record_of` runs a job
 
-Jobs and records are lines of JSON. A job that fails has the record {}, and its traceback is in the log.
+Jobs and records are lines of JSON. A failed job returns {}; its traceback is in the log.
 """
 
 import json
@@ -20,7 +20,7 @@ Record = dict[str, Any]
 
 
 def for_each_job(work: Callable[..., Record]) -> None:
-    """Let a fork print the record of each job that comes on standard input; what it prints else goes to the log."""
+    """Run each job from standard input in a fork, and print its record; all other output goes to the log."""
     for line in sys.stdin:
         fork = get_context("fork").Process(target=_print_record, args=(work, json.loads(line)))
         fork.start()
@@ -37,7 +37,7 @@ def _print_record(work: Callable[..., Record], job: Sequence[Any]) -> None:
 
 @contextmanager
 def worker(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[Callable[..., Record]]:
-    """The record of a job; a failed one fails the test, with the end of the log."""
+    """Yield a function that returns a job's record. A failed job fails the test, with the end of the log."""
     with (
         open(log, "w") as errors,
         Popen(command, env=environment, stdin=PIPE, stdout=PIPE, stderr=errors, text=True) as process,

@@ -1,6 +1,6 @@
-"""A small folder of every family, its bigram twin, and what transformers computes of both: one process judges all.
+"""A small folder of every family, its bigram twin, and what transformers computes for both, all in one process.
 
-Import it only after `megatron_mtp.megatron.runtime.prepare()` (conftest.py does that).
+Import it only after `megatron_mtp.megatron.runtime.prepare()` (conftest.py calls it).
 """
 
 from collections.abc import Container, Iterable
@@ -43,9 +43,9 @@ TRAINED = {
     "nemotron_h_omni": 1,
     "nemo_speechlm": 1,
 }
-"""Families that Megatron runs, and the depths of the folder."""
+"""Families that Megatron runs, and the number of MTP layers in the folder."""
 HYBRID = tuple(name for name in TRAINED if name.startswith(("qwen3_", "nemo", "intern_s2")))
-"""Those whose trunks have recurrent layers."""
+"""Families whose trunks have recurrent layers."""
 ZERO_CENTRED = ("qwen3_next", "qwen3_5", "intern_s2")
 """Families whose norms multiply by 1 + w."""
 TOKENS_BS = torch.randint(0, 96, (1, 24), generator=torch.Generator().manual_seed(3))
@@ -55,7 +55,7 @@ Logits = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Judged:
-    """A folder, and what transformers computes of it."""
+    """A folder, and what transformers computes for it."""
 
     folder: Path
     logits: Logits
@@ -64,7 +64,9 @@ class Judged:
 def judge_all(
     root: Path, names: Iterable[str] = (), bigrams: Container[str] | None = None
 ) -> dict[tuple[str, bool], Judged]:
-    """These families or all, by name and whether it is the bigram model, which `bigrams` or all have as well."""
+    """Return these families, or all, keyed by name and whether it is the bigram model, created for `bigrams` or for
+    all.
+    """
     folders: dict[tuple[str, bool], Path] = {}
     every = PLAIN | TRAINED
     for name, depths in ({name: every[name] for name in names} or every).items():
@@ -77,24 +79,26 @@ def judge_all(
 
 
 def our_logits(judged: Judged, mcore: Path, prompt: Prompt = PROMPT) -> Logits:
-    """Convert the folder and compute, as `verify` does."""
+    """Convert the folder and compute logits, as `verify` does."""
     hf_to_mcore(judged.folder, mcore, QUIET)
     return megatron_logits(mcore, prompt)
 
 
 def checks_of(name: str, judged: Judged, mcore: Path, prompt: Prompt = PROMPT) -> list[Check]:
-    """The comparisons of all logits that `verify` makes."""
+    """Return all of `verify`'s comparisons of logits."""
     ours = our_logits(judged, mcore, prompt)
     return compare(judged.logits, ours, rounding=partial(rounding, mcore, prompt, ours) if name in HYBRID else None)
 
 
 def as_bigram(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Trunk and depths become the same bigram table: layers add nothing, norms are 1, depths pass on the embedding."""
+    """Turn trunk and MTP layers into the same bigram table: layers add nothing, norms are 1, MTP layers pass the
+    embedding on.
+    """
     return {key: _bigram(name, key, tensor) for key, tensor in tensors.items()}
 
 
 ADDS = ("o_proj.weight", "out_proj.weight", "dense.weight", "down_proj.weight", "down_proj")
-"""Last tensors of what a layer adds."""
+"""The last weights before each residual addition."""
 PROJECTIONS = ("eh_proj.weight", "mtp.fc.weight")
 
 

@@ -1,9 +1,9 @@
-"""Conversions that are killed, resumed, killed again and so on, until one gets through: as often as it takes.
+"""Kill and resume conversions over and over until one finishes.
 
     python killed_conversions.py FOLDER KILLS SEED < JSON    [[COMMAND, [SOURCE, ...], FLAG, ...], ...]
 
-Each command is killed KILLS times in FOLDER. Prints JSON: of each command how many conversions got through after kills,
-and what was wrong.
+Each command is killed KILLS times in FOLDER. Prints JSON: how many conversions finished after kills, and what was
+wrong, per command.
 """
 
 import json
@@ -25,13 +25,13 @@ from megatron_mtp.megatron.runtime import quieten
 
 def main(folder: Path, kills: int, seed: int, commands: list[Any]) -> dict[str, dict[str, object]]:
     quieten()
-    tqdm.monitor_interval = 0  # a thread, which a fork would lack
-    tqdm.set_lock(threading.RLock())  # the default is shared by all processes, and a killed one may hold it
+    tqdm.monitor_interval = 0  # its thread would not exist in a fork
+    tqdm.set_lock(threading.RLock())  # the default lock is shared by all processes, and a killed one may hold it
     folder.mkdir()
     told: dict[str, dict[str, object]] = {}
     for verb, sources, *flags in commands:
         words = partial(words_of, verb, sources, flags)
-        # Once in this process, so that forks find imported what is imported late; its thread is gone when it is done.
+        # Run once in this process, so that forks find lazy imports done. The thread has ended by the time it returns.
         assert convert.main([*words(folder / "first"), "--json"]) == 0
         killer = Killer(kills, Random(seed), folder / "log")
         told[verb] = kill(killer, words, folder)
@@ -58,7 +58,7 @@ def kill(killer: Killer, words: "partial[list[str]]", folder: Path) -> dict[str,
                 if (target / PLAN).exists() or not target.exists():
                     killer.end(lambda target=target: convert.main(words(target)))  # type: ignore[misc]
                 break
-            if target.exists() and not (target / PLAN).exists():  # killed after it was through
+            if target.exists() and not (target / PLAN).exists():  # it had finished before the kill
                 break
         if files(target) != whole or target.with_name(f"{target.name}.partial").exists():
             wrong.append(f"{target.name} is not what a conversion writes that nobody kills")
@@ -67,7 +67,7 @@ def kill(killer: Killer, words: "partial[list[str]]", folder: Path) -> dict[str,
 
 
 def looks_whole_and_is_not(target: Path, whole: dict[str, bytes]) -> list[str]:
-    """A folder of the final name holds all there is, whatever records of its making are still there."""
+    """A folder under the final name must be complete, even if records of the conversion are still there."""
     if not target.exists():
         return []
     held = {

@@ -1,8 +1,8 @@
-"""Trainings that are killed, started again, killed again and so on, until one gets through: as often as it takes.
+"""Kill and restart training runs over and over until one finishes.
 
     python killed_trainings.py FOLDER KILLS SEED
 
-Prints JSON: how many trainings got through after kills, at which iterations kills found them, and what was wrong.
+Prints JSON: how many runs finished after kills, at which iterations they were killed, and what was wrong.
 """
 
 import json
@@ -39,12 +39,12 @@ FLAGS = (
 ).split()
 
 Saved = dict[str, dict[str, bytes]]
-"""The files of iterations, by the iteration's folder."""
+"""Files of each iteration, by its folder."""
 State = dict[str, object]
 
 
 def train_in(folder: Path) -> int:
-    """The same words in every folder, so that the arguments in its checkpoints are the same, too."""
+    """Train with the same arguments in every folder, so that the arguments in its checkpoints are equal too."""
     os.chdir(folder)
     sys.argv = ["pretrain_gpt.py", *FLAGS]
     train(sys.argv, on_cpu=True)
@@ -83,19 +83,19 @@ def main(folder: Path, kills: int, seed: int) -> dict[str, object]:
 
 
 def whole_iterations(run: Path) -> Saved:
-    """Return iterations that are marked complete: `metadata.json` is their last file."""
+    """Return iterations that are marked complete: `metadata.json` is written last."""
     folders = sorted((run / SAVED).glob("iter_*/metadata.json"))
     return {file.parent.name: files(file.parent) for file in folders}
 
 
 def saved_iteration(run: Path) -> int:
-    """0 where none is named."""
+    """Return the saved iteration, 0 if there is none."""
     tracker = run / SAVED / TRACKER
     return int(tracker.read_text() or 0) if tracker.exists() else 0
 
 
 def faults(run: Path, kept: int, before: Saved, after: Saved, right: dict[str, State]) -> list[str]:
-    """Return violations after a kill; iterations up to `kept` were saved, and a run may save later ones again."""
+    """Return violations after a kill. Iterations up to `kept` were saved; a run may save later ones again."""
     saved = [name for name in before if name <= f"iter_{kept:07d}"]
     found = [f"{name} was saved and has changed" for name in saved if after.get(name) != before[name]]
     new = [name for name, held in after.items() if before.get(name) != held]
@@ -109,14 +109,14 @@ def faults(run: Path, kept: int, before: Saved, after: Saved, right: dict[str, S
 
 
 def state(run: Path, iteration: str) -> State:
-    """All that an iteration holds, bit by bit: weights, optimizer, random numbers, counters.
+    """Return all that an iteration holds, bit by bit: weights, optimizer, random state, counters.
 
-    Its arguments are left out, which also say from which iteration a run went on.
+    Arguments are left out, because they include the iteration that a run resumed from.
     """
     file = run / "whole.pt"
     try:
         dcp_to_torch_save(run / SAVED / iteration, file)
-    except Exception as error:  # whatever torch says of a damaged one
+    except Exception as error:  # torch raises any type for a damaged one
         return {"unreadable": str(error)}
     return dict(leaves(torch.load(file, weights_only=False)))
 
@@ -133,7 +133,7 @@ def leaves(held: Any, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 def unreadable(run: Path) -> list[str]:
-    """Return records of the run that cannot be read although it has a row."""
+    """Return records of the run that have a row but cannot be read."""
     if not (run / METRICS).exists():
         return []
     try:
@@ -144,7 +144,7 @@ def unreadable(run: Path) -> list[str]:
 
 
 def rows(run: Path) -> dict[tuple[str, int], dict[str, float]]:
-    """Figures of a run by split and step, without those of the machine."""
+    """Return metrics of a run by split and step, without machine-dependent ones."""
     read = read_rows(run)
     return {(row["split"], row["iteration"]): {key: row[key] for key in row.keys() - MEASURED} for row in read}
 

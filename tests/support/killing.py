@@ -1,8 +1,8 @@
-"""Commands that are ended by SIGKILL at random moments, in forks of a process that has imported everything already.
+"""Kill commands with SIGKILL at random moments, in forks of a process that has imported everything.
 
-A process that imports Megatron needs seconds to start, and is then killed in a tenth of one; a fork starts at once. Of
-the moments every other one is a time; the rest are calls that change files, of which a command makes few that take no
-time at all, so that a time would seldom meet what lies between them.
+A process that imports Megatron takes seconds to start, and then lives for a tenth of one; a fork starts at once. Every
+other moment is a point in time; the rest are calls that change files. A command makes few of these, and they take
+almost no time, so random times would rarely fall between them.
 """
 
 import faulthandler
@@ -28,17 +28,17 @@ CHANGES = {"open", "write", "writelines", "flush", "close", "__exit__", "truncat
 CHANGES |= {"mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink", "copy_file_range", "sendfile"}
 
 Command = Callable[[], int]
-"""Runs to its end; returns its exit status."""
+"""A function that runs to its end and returns its exit status."""
 
 
 @dataclass
 class Killer:
-    """Runs commands one at a time, each in a process of its own.
+    """Run commands one at a time, each in its own process.
 
     Args:
-        kills: how many are wanted.
+        kills: number of kills wanted.
         random: draws the moments.
-        log: takes what the commands print.
+        log: receives the commands' output.
     """
 
     kills: int
@@ -54,7 +54,7 @@ class Killer:
         return self.done >= self.kills
 
     def measure(self, command: Command) -> None:
-        """Let a command get through, for its seconds and its calls that change files."""
+        """Run a command to its end, to measure its seconds and its calls that change files."""
         read, write = os.pipe()
         calls = Calls()
 
@@ -72,11 +72,11 @@ class Killer:
         os.close(write)
 
     def end(self, command: Command) -> None:
-        """Let a command get through; it has to end well."""
+        """Run a command to its end; it must succeed."""
         assert self._status(self._start(command)) == 0, self._log_end()
 
     def end_or_kill(self, command: Command) -> bool:
-        """Kill a command at one of its moments; whether it was killed, and not through before."""
+        """Kill a command at a random moment. Return whether it was killed rather than finished."""
         self._tries += 1
         status = self._at_a_time(command) if self._tries % 2 else self._at_a_call(command)
         assert status in (0, -signal.SIGKILL), f"exit status {status}: {self._log_end()}"
@@ -84,7 +84,7 @@ class Killer:
         return status != 0
 
     def _at_a_time(self, command: Command) -> int:
-        """What takes less time than was measured, on a machine that was busier then, sets the measure anew."""
+        """Kill at a random time. If the command finishes sooner than measured on a busier machine, measure again."""
         began = time.monotonic()
         child = self._start(command)
         handle = os.pidfd_open(child)
@@ -118,7 +118,7 @@ class Killer:
             os.dup2(output, 2)
             faulthandler.dump_traceback_later(LIMIT, exit=True)
             status = command()
-        except BaseException:  # else the fork would go on as if it were its parent
+        except BaseException:  # otherwise the fork would continue as its parent
             traceback.print_exc()
         finally:
             sys.setprofile(None)
@@ -133,13 +133,13 @@ class Killer:
 
 
 class Calls:
-    """Counts the calls of a process that change files, and kills it before number `last` of them."""
+    """Count a process's calls that change files, and kill it before call number `last`."""
 
     def __init__(self, last: int = -1) -> None:
         self._last, self._number = last, itertools.count()
 
     def watch(self) -> None:
-        """From here on, in this thread and in those that it starts; not in processes that it starts."""
+        """Start counting, in this thread and the threads it starts, but not in child processes."""
         self._process = os.getpid()
         threading.setprofile(self._look)
         sys.setprofile(self._look)
@@ -163,5 +163,5 @@ def _of_files(function: Any) -> bool:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Contents by name."""
+    """Return file contents by name."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -1,4 +1,4 @@
-"""Trains, saves and resumes with Megatron imported before `prepare()` or after; prints what was learned, as JSON.
+"""Train, save and resume with Megatron imported before or after `prepare()`; print metrics as JSON.
 
 python late_preparation.py early|late FOLDER
 """
@@ -28,19 +28,19 @@ RUN = (
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --multi-latent-attention --q-lora-rank 16 "
     "--kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 --qk-layernorm --no-rope-fusion"
 ).split()
-"""Latent attention and experts, which reach most of Megatron."""
+"""Flags with latent attention and experts, which use most of Megatron."""
 MEASURED = {"step seconds", "peak memory bytes"}
 
 
 def import_everything() -> None:
-    """Every module of the package, and with them every module of Megatron that the package uses."""
+    """Import every module of the package, and with them every Megatron module that it uses."""
     for module in pkgutil.walk_packages(megatron_mtp.__path__, "megatron_mtp."):
         if not module.name.endswith("__main__"):
             import_module(module.name)
 
 
 def copies(originals: dict[int, str]) -> list[str]:
-    """Where modules of Megatron have an original: under a name, in a tuple, as a default argument."""
+    """Return where Megatron's modules hold an original: as a name, in a tuple, as a default argument."""
     found = []
     for module in [module for name, module in sys.modules.items() if name.split(".")[0] == "megatron"]:
         for name, value in vars(module).items():
@@ -53,7 +53,7 @@ def copies(originals: dict[int, str]) -> list[str]:
 
 
 def learned(folder: Path) -> list[dict[str, Any]]:
-    """Three steps, a save, and two more steps of a run that resumes, each run in a fork."""
+    """Run three steps, save, and resume for two more steps, each run in a fork."""
     for steps in (3, 5):
         saved = ["--save", str(folder), "--load", str(folder), "--mtp-metrics-dir", str(folder)]
         if (process := os.fork()) == 0:
@@ -64,7 +64,7 @@ def learned(folder: Path) -> list[dict[str, Any]]:
 
 
 def train(flags: list[str]) -> None:
-    """Never returns."""
+    """Train. Never returns."""
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
     from megatron_mtp.training.run import main

@@ -1,4 +1,4 @@
-"""Runs whole commands the way a user would, one or several processes; a failure shows the end of what they printed."""
+"""Run whole commands as a user would, in one or several processes; a failure shows the end of their output."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 ROOT, TIMEOUT = fork_server.ROOT, fork_server.TIMEOUT
 GRACE = 2.0
-"""Seconds that the other ranks have to end after one that failed."""
+"""Seconds that other ranks have to exit after one failed."""
 
 PLAIN_RUN = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
@@ -26,15 +26,15 @@ PLAIN_RUN = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0"
 ).split()
 TINY_RUN = [*PLAIN_RUN, "--mtp-num-layers", "2"]
-"""A model that trains in 30 ms a step on two cores."""
+"""A model that takes 30 ms per training step on two cores."""
 
 MEASURED = {"step seconds", "peak memory bytes"}
-"""What the metrics say of the machine instead of the model: two runs of the same steps differ in it."""
+"""Metrics of the machine instead of the model, which differ between two equal runs."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """Script, relative to the repository, with its arguments and number of processes."""
+    """A script, relative to the repository, with its arguments and number of processes."""
 
     script: str | Path
     arguments: tuple[str, ...]
@@ -42,29 +42,29 @@ class Command:
 
 
 def python(script: str | Path, *arguments: str) -> Command:
-    """The command of a single process."""
+    """Return the command of a single process."""
     return Command(script, arguments)
 
 
 def torchrun(processes: int, script: str | Path, *arguments: str) -> Command:
-    """The command of several processes on this machine."""
+    """Return the command of several processes on this machine."""
     return Command(script, arguments, processes)
 
 
 def pretrain(*flags: str, processes: int = 1) -> Command:
-    """Run `pretrain_gpt.py` with the tiny model and these additional flags."""
+    """Return the command that runs `pretrain_gpt.py` with the tiny model and these additional flags."""
     return Command("pretrain_gpt.py", (*TINY_RUN, *flags), processes)
 
 
 class Ranks:
-    """The processes of one command: forks that get what torchrun gives its ranks, or one process that gets nothing.
+    """The processes of one command: forks with torchrun's environment for each rank, or a single process without it.
 
-    What torchrun itself does, such as to say which rank was killed, is for `start_torchrun`.
+    Tests of torchrun itself, such as which rank it reports as killed, use `start_torchrun`.
     """
 
     def __init__(self, command: Command | list[str], stdout: IO[Any], stderr: int | IO[Any]) -> None:
         ranks = 1 if isinstance(command, list) else command.processes
-        # On a port that is free, as torchrun's.
+        # on a free port, as torchrun does
         self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
         port = self._store.port if self._store else 0
         self._processes = [
@@ -76,13 +76,15 @@ class Ranks:
         self._failed = 0
 
     def poll(self) -> int | None:
-        """Once all ranks have ended, the first status that was not 0, or 0; None before."""
+        """When all ranks have ended, return the first nonzero status, or 0; before that, None."""
         found = [process.poll() for process in self._processes]
         self._failed = self._failed or next(filter(None, found), 0)
         return None if None in found else self._failed
 
     def wait(self, timeout: float | None = None) -> int:
-        """The same, later; where one rank fails, the others have `GRACE` to end. Raises subprocess.TimeoutExpired."""
+        """Wait and return the status. If one rank fails, the others get `GRACE` seconds. Raise
+        subprocess.TimeoutExpired.
+        """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while (status := self.poll()) is None:
             if time.monotonic() > deadline and not self._failed:
@@ -105,14 +107,14 @@ class Ranks:
 
 
 def start(command: Command | list[str], log: Path) -> Ranks:
-    """Start a command; everything it prints goes to `log`."""
+    """Start a command; its output goes to `log`."""
     with open(log, "ab", buffering=0) as output:
         output.truncate(0)
         return Ranks(command, output, subprocess.STDOUT)
 
 
 def start_torchrun(command: Command, log: Path) -> "subprocess.Popen[bytes]":
-    """Start a command by torchrun itself, with a new process for every rank."""
+    """Start a command with torchrun itself, with a new process for every rank."""
     words = "-m torch.distributed.run --standalone --nproc-per-node".split()
     with open(log, "wb") as output:
         return subprocess.Popen(
@@ -131,7 +133,7 @@ def _words(command: Command | list[str]) -> list[str]:
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return torchrun's variables for a rank; none for a single process."""
+    """Return torchrun's variables for a rank; empty for a single process."""
     common = fork_server.without_ranks()
     if ranks == 1:
         return common
@@ -140,7 +142,7 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def kill(process: "subprocess.Popen[bytes]") -> None:
-    """End torchrun at once, with every process that it has started: its workers have groups of their own."""
+    """Kill torchrun and every process that it started: its workers have their own process groups."""
     for each in (*psutil.Process(process.pid).children(recursive=True), process):
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
@@ -178,7 +180,7 @@ def _printed(status: str | int, log: Path) -> str:
 
 
 def learned(folder: Path) -> dict[int, dict[str, float]]:
-    """Losses and acceptance at every training step; one that was taken twice counts as it was the last time."""
+    """Return losses and acceptance at every training step; for a repeated step, the last ones."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     training = {row.pop("iteration"): row for row in rows if row.pop("split") == "training"}
     return {step: {name: row[name] for name in row.keys() - MEASURED} for step, row in training.items()}

@@ -1,7 +1,7 @@
-"""Command lines with which models are trained by Megatron-LM's own pretrain_gpt.py, as far as they are not paths.
+"""Command lines that train models with Megatron-LM's own pretrain_gpt.py, without paths.
 
-Shapes and flags are those of Megatron-LM's examples, its functional tests and published recipes. Where a line reads
-text, it reads mock data here, with a vocabulary of the same size; what else depends on a machine's disks is left out.
+Shapes and flags come from Megatron-LM's examples, its functional tests and published recipes. Data is replaced by mock
+data with a vocabulary of the same size; other machine-dependent flags are left out.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Refusal:
-    """Refusal of a command line that depths cannot train with, and the words to add and remove to correct it."""
+    """The error for a command line that cannot train MTP layers, and the flags to add and remove to fix it."""
 
     says: str
     drop: str = ""
@@ -18,9 +18,9 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Line:
-    """A launch line: the GPUs that torchrun starts, the vocabulary, the flags, and how many depths are added.
+    """A launch line: number of GPUs, vocabulary size, flags, and number of added MTP layers.
 
-    `for_megatron` are flags that Megatron needs as well: it checks depths before it applies an older flag.
+    Megatron also needs the flags in `for_megatron`: it checks MTP layers before it applies an older flag.
     """
 
     gpus: int
@@ -32,7 +32,7 @@ class Line:
 
     @property
     def mended(self) -> str:
-        """The flags as the refusal asks for them."""
+        """Return the flags fixed as the error asks."""
         if self.refused is None:
             return self.flags
         return f"{self.flags.replace(self.refused.drop or ' ', ' ')} {self.refused.add}"

@@ -1,8 +1,8 @@
-"""The global batch of every kind that layouts are tried with: plain tensors, keyed as Megatron's data sets key them.
+"""The global batch of every kind that layouts are tested with: plain tensors with the keys of Megatron's datasets.
 
 stream      unpacked rows; the loss masks have holes, more of them in later microbatches
-documents   the same, with EOD tokens: attention and loss stop at the ends of documents
-packed      rows of documents without padding, cut evenly by two context-parallel ranks
+documents   the same with EOD tokens: attention and loss stop at document ends
+packed      rows of documents without padding, which two context-parallel ranks split evenly
 ragged      rows of documents of any length, without padding: some of one token
 padded      rows of documents of any length, each padded to a multiple of four
 """
@@ -13,9 +13,9 @@ import torch
 
 SEQUENCE, MICROBATCHES, VOCABULARY = 32, 4, 128
 ROWS = {"stream": 2, "documents": 2, "packed": 1, "ragged": 1, "padded": 1}
-"""Rows in a microbatch: Megatron's pipeline takes one packed row at a time."""
+"""Rows per microbatch: Megatron's pipeline takes one packed row at a time."""
 
-EOD = VOCABULARY - 1  # the NullTokenizer's
+EOD = VOCABULARY - 1  # of NullTokenizer
 LENGTHS = {
     "packed": [[4, 8, 4, 16], [32], [8, 8, 8, 8], [4] * 8],
     "ragged": [[1, 7, 12, 3, 9], [31, 1], [1] * 32, [2, 30]],
@@ -24,7 +24,7 @@ LENGTHS = {
 
 
 def microbatches(kind: str) -> list[dict[str, torch.Tensor]]:
-    """The same ones whenever it is called."""
+    """Return the same microbatches at every call."""
     generator = torch.Generator().manual_seed(5)
     batches = []
     for index in range(MICROBATCHES):
@@ -44,7 +44,9 @@ def microbatches(kind: str) -> list[dict[str, torch.Tensor]]:
 
 
 def _unpacked(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The attention mask, True where a slot must not look, and the loss mask; a row without EOD is one document."""
+    """Return the attention mask, True for slots that are not attended to, and the loss mask. A row without EOD is one
+    document.
+    """
     is_end_BS = (batch["tokens"] == EOD).long()
     document_BS = is_end_BS.cumsum(1) - is_end_BS
     visible_BSS = (document_BS[:, :, None] == document_BS[:, None, :]).tril()
@@ -52,7 +54,7 @@ def _unpacked(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _packed(kind: str, index: int, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Offsets, as long as a row could need; padding is masked."""
+    """Return offsets, as long as a row could need; padding is masked."""
     lengths = LENGTHS[kind][index]
     held = [-(-length // 4) * 4 for length in lengths] if kind == "padded" else lengths
     starts = list(accumulate(held, initial=0))[:-1]

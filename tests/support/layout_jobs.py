@@ -1,8 +1,8 @@
-"""A job: a model is built, trained for a step, saved or loaded by Megatron's own machinery.
+"""Jobs: build, train, save or load a model with Megatron's own machinery.
 
     torchrun --nproc-per-node 2 layout_worker.py FOLDER train/tied-d1/tp2
 
-Rank 0 writes FOLDER/records/<job>.pt: losses, and whole tensors put together from all ranks. test_layouts.py and
+Rank 0 writes FOLDER/records/<job>.pt: losses, and whole tensors assembled from all ranks. test_layouts.py and
 test_interop.py compare them.
 """
 
@@ -57,16 +57,16 @@ COMMON = f"""
     --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 8
 """
 PER_TOKEN = {"embedding.word_embeddings.weight", "output_layer.weight"}
-"""Keys of tensors with a row for every token."""
+"""Keys of tensors with one row per token."""
 
 NEW_RUN = "--finetune --no-load-optim --no-load-rng"
 
 
 def init(folder: Path, model_name: str, block: str) -> None:
-    """Save new weights of a model, as FOLDER/init/<block>/<model>; the norms are not left at 1.
+    """Save new weights of a model as FOLDER/init/<block>/<model>, with norms that differ from 1.
 
-    New Gated DeltaNet layers keep e^-1 to e^-20 of their state from one position to the next, and what gradients their
-    decays have is rounding; here they keep most of it.
+    New Gated DeltaNet layers keep only e^-1 to e^-20 of their state from one position to the next, so gradients of
+    their decays would be rounding errors; here they keep most of it.
     """
     model, *_ = build(model_name, LAYOUTS[SINGLE], block)
     generator = torch.Generator().manual_seed(11)
@@ -80,7 +80,7 @@ def init(folder: Path, model_name: str, block: str) -> None:
 
 
 def resave(folder: Path, model_name: str, layout_name: str, router: str = "softmax") -> None:
-    """The weights of `init`, saved in another layout as FOLDER/resaved/<model>-<layout>."""
+    """Save the weights of `init` in another layout as FOLDER/resaved/<model>-<layout>."""
     load = f"--load {folder / 'init' / 'ours' / model_name} {NEW_RUN} --moe-router-score-function {router}"
     model, *_ = build(model_name, LAYOUTS[layout_name], flags=load)
     get_args().save = str(folder / "resaved" / f"{model_name}-{layout_name}")
@@ -88,7 +88,7 @@ def resave(folder: Path, model_name: str, layout_name: str, router: str = "softm
 
 
 def train(folder: Path, model_name: str, layout_name: str, fault: str = "") -> dict[str, Any]:
-    """One training step from the weights of `init`, saved as FOLDER/trained/<model>-<layout>."""
+    """Train one step from the weights of `init`, and save as FOLDER/trained/<model>-<layout>."""
     start = folder / "init" / "ours" / model_name
     model, optimizer, scheduler = build(
         model_name, LAYOUTS[layout_name], flags=f"--load {start} {NEW_RUN}", fault=fault
@@ -109,7 +109,7 @@ def move(folder: Path, model_name: str, source: str, target: str) -> dict[str, A
 
 
 def load(folder: Path, model_name: str, layout_name: str) -> dict[str, Any]:
-    """Load in one layout what `train` saved in every layout; {source: the weights that came out other than saved}."""
+    """Load in one layout what `train` saved in every layout. Return {source: weights that differ after loading}."""
     model, *_ = build(model_name, LAYOUTS[layout_name], flags=NEW_RUN)
     differing = {}
     for source in sources(model_name):
@@ -128,7 +128,7 @@ def load(folder: Path, model_name: str, layout_name: str) -> dict[str, Any]:
 
 
 def forward(folder: Path, model_name: str, block: str, source: str) -> dict[str, Any]:
-    """Losses of one microbatch by our block or Megatron's own, from the weights that `source` made."""
+    """Return losses of one microbatch with our block or Megatron's, from the weights that `source` saved."""
     load = folder / "init" / source / model_name
     model, *_ = build(model_name, LAYOUTS[SINGLE], block, f"--load {load} {NEW_RUN}")
     losses = our_losses(model[0]) if block == "ours" else megatron_losses(model[0])
@@ -136,7 +136,7 @@ def forward(folder: Path, model_name: str, block: str, source: str) -> dict[str,
 
 
 def save_entries(folder: Path, model_name: str, layout_name: str, block: str) -> dict[str, Any]:
-    """Whether the entries of a checkpoint can be made on every rank: the errors, by rank."""
+    """Check that the entries of a checkpoint can be created on every rank. Return the errors by rank."""
     model, *_ = build(model_name, LAYOUTS[layout_name], block)
     try:
         unwrap_model(model[0]).sharded_state_dict()
@@ -160,7 +160,7 @@ JOBS: dict[str, Callable[..., dict[str, Any] | None]] = {
 def build(
     model_name: str, layout: Layout, block: str = "ours", flags: str = "", fault: str = ""
 ) -> tuple[list[torch.nn.Module], Any, Any]:
-    """Model chunks, optimizer and scheduler, as `pretrain()` makes them; `block` is 'ours' or 'megatron'."""
+    """Return model chunks, optimizer and scheduler as `pretrain()` creates them; `block` is 'ours' or 'megatron'."""
     given = MODELS[model_name]
     command_line = (
         f"{COMMON} {f'--mtp-num-layers {given.depths}' if given.depths else ''} {given.attention} {given.flags} "
@@ -171,9 +171,9 @@ def build(
     sys.argv = ["layout_worker.py", *command_line.split()]
     set_machine_flags(sys.argv, ON_CPU)
     with mock.patch.object(checks, "checkpoint_exists", return_value=True) if not given.depths else nullcontext():
-        args, model_config = parse_checked_args()  # a drafter is drawn with its trunk in `init`
-    args.reads_chats = given.packed  # the batches are made here
-    if given.exact:  # Megatron clips no gradients in float64
+        args, model_config = parse_checked_args()  # `init` draws a drafter together with its trunk
+    args.reads_chats = given.packed  # batches are created here
+    if given.exact:  # Megatron does not clip gradients in float64
         model_config.transformer.params_dtype = model_config.transformer.pipeline_dtype = torch.float64
     initialize_megatron(get_embedding_ranks=FAULTS.get(fault, get_embedding_ranks))
     if block == "megatron":
@@ -191,7 +191,7 @@ FAULTS: dict[str, Callable[[list[int]], list[int]]] = {"no-embedding-group": lam
 
 
 def one_step(model: list[torch.nn.Module], optimizer: Any, scheduler: Any, batches: str) -> dict[str, Any]:
-    """Megatron's training step; gradients are read between the backward pass and the optimizer."""
+    """Run Megatron's training step; read gradients between the backward pass and the optimizer."""
     config = get_model_config(model[0])
     config.grad_scale_func, config.timers = optimizer.scale_loss, get_timers()
     config.finalize_model_grads_func = finalize_model_grads
@@ -225,7 +225,7 @@ def one_step(model: list[torch.nn.Module], optimizer: Any, scheduler: Any, batch
 
 
 def evaluation(model: list[torch.nn.Module], batches: str, folder: Path) -> dict[str, Any]:
-    """Losses and acceptance of the global batch, as they are written after every evaluation."""
+    """Return losses and acceptance of the global batch, as written after every evaluation."""
     metrics, data = Metrics(folder), own_microbatches(batches, len(model))
     evaluate(
         step_of_run(metrics),
@@ -248,7 +248,7 @@ def step_of_run(metrics: Metrics) -> ForwardStep:
 def own_microbatches(kind: str, chunks: int) -> list[RerunDataIterator | None]:
     """Return this data-parallel rank's microbatches, in the order of Megatron's sampler, for every model chunk.
 
-    Only the first tensor rank reads data.
+    Only the first tensor-parallel rank reads data.
     """
     if mpu.get_tensor_model_parallel_rank() != 0:
         return [None] * chunks
@@ -264,7 +264,7 @@ def our_losses(model: torch.nn.Module) -> dict[str, float]:
 
 
 def megatron_losses(model: torch.nn.Module) -> dict[str, float]:
-    """Megatron's own MTP leaves the losses of the depths in a tracker."""
+    """Return the losses that Megatron's own MTP leaves in a tracker."""
     batch = microbatches("stream")[0]
     labels, loss_mask = batch.pop("labels"), batch.pop("loss_mask")
     MTPLossLoggingHelper.tracker.clear()
@@ -277,7 +277,7 @@ def megatron_losses(model: torch.nn.Module) -> dict[str, float]:
 
 
 def complete_gradients(model: list[torch.nn.Module]) -> None:
-    """Gather all slices of gradients: with the distributed optimizer a rank has only its own reduced slices."""
+    """Gather all gradient slices: with the distributed optimizer a rank only has its own reduced slices."""
     for chunk in model:
         if not chunk.ddp_config.use_distributed_optimizer:
             continue
@@ -292,9 +292,9 @@ def complete_gradients(model: list[torch.nn.Module]) -> None:
 
 @contextmanager
 def gradients_as_weights(model: list[torch.nn.Module]) -> Iterator[None]:
-    """Let every parameter hold its gradient, so that what knows how weights are cut knows it of gradients.
+    """Replace every parameter's value by its gradient, so that code for sharded weights works for gradients.
 
-    A frozen one has none, which counts as zero.
+    A frozen parameter has no gradient, which counts as zero.
     """
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]
     weights = [parameter.data for parameter in parameters]
@@ -307,7 +307,7 @@ def gradients_as_weights(model: list[torch.nn.Module]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a whole tensor, as one rank holds it; arrays are pickled faster than tensors."""
+    """The part of a whole tensor that one rank holds; arrays pickle faster than tensors."""
 
     key: str
     shape: tuple[int, ...]
@@ -316,11 +316,11 @@ class Piece:
 
 
 def whole_tensors(model: list[torch.nn.Module], name: str) -> dict[str, Any]:
-    """On rank 0 every tensor of the model put together from all ranks, by its key in checkpoints, as {name: tensors}.
+    """Return on rank 0 every tensor of the model, assembled from all ranks, by checkpoint key, as {name: tensors}.
 
-    `<name> apart` is beside it: by key, how far two ranks that hold the same part differ, relative to the whole. The
-    other ranks have no tensors.
-    Rows that pad the vocabulary are left out, since their number depends on the layout; gradients must be zero there.
+    `<name> apart` holds, by key, the largest difference between ranks that hold the same part, relative to the whole.
+    Other ranks return no tensors. Vocabulary padding is left out, since its size depends on the layout; gradients must
+    be zero there.
     """
     entries: dict[str, Any] = {
         str(index): unwrap_model(chunk).sharded_state_dict() for index, chunk in enumerate(model)
@@ -329,7 +329,7 @@ def whole_tensors(model: list[torch.nn.Module], name: str) -> dict[str, Any]:
     own = [
         Piece(entry.key, tuple(entry.global_shape), entry.global_slice(), entry.data.detach().numpy())
         for entry in nested_values(entries)
-        if isinstance(entry, ShardedTensor) and entry.data.is_floating_point()  # no list of drafted tokens
+        if isinstance(entry, ShardedTensor) and entry.data.is_floating_point()  # not the list of draft tokens
     ]
     of_ranks = [list[Piece]() for _ in range(torch.distributed.get_world_size())]
     torch.distributed.gather_object(own, of_ranks if torch.distributed.get_rank() == 0 else None)
@@ -354,7 +354,7 @@ def whole_tensors(model: list[torch.nn.Module], name: str) -> dict[str, Any]:
 
 
 def gather(value: Any) -> list[Any]:
-    """The value of every rank, on every rank."""
+    """Gather a value from every rank on every rank."""
     values: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values
@@ -363,7 +363,7 @@ def gather(value: Any) -> list[Any]:
 def main(target: str, job: str) -> None:
     folder = Path(target)
     join_single_process()
-    filesystem_async._results_queue = Queue()  # else a process is started to hold it
+    filesystem_async._results_queue = Queue()  # otherwise Megatron starts a process to hold it
     name, *arguments = job.split("/")
     record = JOBS[name](folder, *arguments)
     if torch.distributed.get_rank() == 0:

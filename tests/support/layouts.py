@@ -1,7 +1,7 @@
 """The parallel layouts that must compute the same as one process: every row here is a test in test_layouts.py.
 
-Plain data, since both the tests and the jobs that they start (layout_jobs.py) read it. A new layout is a row of
-`LAYOUTS`; a new kind of model is a row of `MODELS`.
+Plain data, read by the tests and by the jobs that they start (layout_jobs.py). Add a layout as a row of `LAYOUTS`, and
+a kind of model as a row of `MODELS`.
 """
 
 from dataclasses import dataclass
@@ -52,9 +52,10 @@ _LATENT = f"{_WHOLE_QUERIES} --q-lora-rank 16"
 
 @dataclass(frozen=True)
 class Model:
-    """Model to train: depths, flags in addition to `layout_jobs.COMMON`, kind of batches, whether the trunk is frozen.
+    """A model to train: MTP layers, flags in addition to `layout_jobs.COMMON`, kind of batches, whether the trunk is
+    frozen.
 
-    `beside` counts the drafts of a drafter beside MTP layers; `exact` ones are trained in float64.
+    `beside` is the number of drafts of a drafter next to MTP layers; `exact` models are trained in float64.
     """
 
     depths: int
@@ -68,7 +69,7 @@ class Model:
 
     @property
     def trained(self) -> int:
-        """Depths that have losses: the passes of a repeated layer, where they are more than the depths."""
+        """Number of depths with losses: the passes of a repeated layer, if more than the MTP layers."""
         return self.passes or self.depths
 
     @property
@@ -220,12 +221,12 @@ MODELS: dict[str, Model] = {
 }
 
 MEGATRONS_OWN = ("tied-d1", "untied-d1", "tied-d3", "untied-d3", "repeated-d3", "moe-d2", "moe-alltoall-d3")
-"""Models that Megatron's own MTP can train too."""
+"""Models that Megatron's own MTP can also train."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread over processes, and the models that are tried in it; `{m}` in flags is one m a depth."""
+    """How models are distributed over processes, and which are tested; `{m}` in flags repeats per MTP layer."""
 
     tp: int = 1
     pp: int = 1
@@ -249,8 +250,9 @@ class Layout:
 
 
 _FLASH2_MODELS = "drafter-flash2 drafter-latent-flash2 drafter-mamba-flash2 drafter-windows-flash2"
-"""Behind Gated DeltaNet on two tensor ranks, three gradients differ by 1.2e-5 in float32, a fifth above the tolerance;
-so they are compared in float64."""
+"""Models compared in float64: after Gated DeltaNet on two tensor-parallel ranks, three float32 gradients differ by
+1.2e-5, a fifth above the tolerance.
+"""
 _AT_ONCE = "drafter-parallel drafter-parallel-documents drafter-domino"
 SINGLE = "single"
 _EXPERT_PARALLEL = "--expert-model-parallel-size 2"
@@ -354,7 +356,7 @@ FEATURES = {
     "one group": "--mamba-num-groups 1",
     "Gated DeltaNet": "--linear-key-head-dim",
 }
-"""What a model may have, and the words of its flags that say so."""
+"""Features of a model, and the flags that show them."""
 
 
 def features(model: str) -> set[str]:
@@ -366,12 +368,13 @@ def features(model: str) -> set[str]:
 
 
 KINDS = ("tp", "sp", "cp", "pp", "dp", "ep", "vpp", "stage")
-"""Tensor parallelism without and with sequence parallelism, context, pipeline, data (with the distributed optimizer)
-and expert parallelism, virtual stages, a stage of the depths' own."""
+"""Tensor parallelism without and with sequence parallelism; context, pipeline, data (distributed optimizer) and expert
+parallelism; virtual stages; a separate stage for MTP layers.
+"""
 
 
 def kinds(layout: str) -> set[str]:
-    """The kinds of parallelism in a layout."""
+    """Return the kinds of parallelism in a layout."""
     of = LAYOUTS[layout]
     found = {kind for kind in ("cp", "pp", "dp") if getattr(of, kind) > 1}
     found |= {kind for kind in ("vpp", "stage") if kind in layout}
@@ -383,7 +386,7 @@ EVERY = {each for model in MODELS for each in features(model)}
 _TRIED_WITH_DP = EVERY - {"documents", "ragged", "mixed states", "parallel heads", "padded vocabulary"}
 _TRIED_WITH_DP -= {"shared keys", "keys of pass 1"}
 COVERED: dict[str, set[str]] = {
-    # Megatron wants sequence parallelism for experts, and as many groups as tensor ranks.
+    # Megatron requires sequence parallelism for experts, and at least as many groups as tensor-parallel ranks.
     "tp": EVERY
     - {"experts", "all to all", "one group", "documents", "mixed states", "packed", "mean per token"}
     - {"fused head"},
@@ -395,7 +398,7 @@ COVERED: dict[str, set[str]] = {
     "vpp": {"tied", "untied", "one depth", "depths", "frozen", "hybrid", "Mamba"},
     "stage": {"unrolled", "mixed states", "experts", "frozen", "packed", "padded", "documents"},
 }
-"""The features that meet every kind of parallelism in some case of `CASES`."""
+"""Features that occur with each kind of parallelism in some case of `CASES`."""
 
 FIRST: dict[str, str] = {
     "tp2": "tied-d3 padded-vocabulary-d2 drafter drafter-spark",
@@ -407,11 +410,11 @@ FIRST: dict[str, str] = {
     "ep2": "moe-d1",
     "pp4-mtp-stage": "packed-d1",
 }
-"""The cases of the first tier: every way to cut a model, and what a layout treats as its own."""
+"""Cases of the first tier: every way to split a model, and what a layout treats specially."""
 
 
 def sources(model: str) -> list[str]:
-    """The layouts that save a checkpoint of the model."""
+    """Return the layouts that save a checkpoint of the model."""
     return [name for name, layout in LAYOUTS.items() if name == SINGLE or model in layout.models.split()]
 
 
@@ -438,14 +441,14 @@ MOVES = [("drafter", "pp2", "tp2")] + [
         ("pp2-dp2", "dp2"),
     )
 ]
-"""Model, the layout that saved a checkpoint, and the one that goes on training from it."""
+"""Model, the layout that saved a checkpoint, and the layout that resumes from it."""
 
 FIRST_MOVE = ("tied-d3", "dp2", "cp2-dp2")
-"""That of the first tier: slices of an optimizer."""
+"""The move of the first tier: slices of an optimizer."""
 
 
 def needs(job: str) -> list[str]:
-    """The jobs that must have run before this one: what it loads, they save."""
+    """Return the jobs that must run before this one, because it loads what they save."""
     name, model, *rest = job.split("/")
     if name in ("train", "resave", "policy", "policy_reference", "export"):
         return [f"init/{model}/ours"]

@@ -1,4 +1,4 @@
-"""Random output layers, states and targets for the chunked losses, and both sides' values and gradients."""
+"""Random output layers, states and targets for the chunked losses, and values and gradients of both implementations."""
 
 import random
 from dataclasses import dataclass, replace
@@ -53,7 +53,7 @@ class Case:
 
     @classmethod
     def drawn(cls, seed: int) -> "Case":
-        """One to three depths, up to 48 positions, odd sizes, chunks of any number of rows."""
+        """Draw one to three depths, up to 48 positions, odd sizes, and chunks of any number of rows."""
         draw = random.Random(seed)
         return cls(
             draw.randint(1, 48),
@@ -66,7 +66,7 @@ class Case:
         ).padded(draw.choice([0, 1, 7, 150]))
 
     def padded(self, least: int) -> "Case":
-        """With so many rows of padding, or one more where two ranks could not share the rows."""
+        """Return the case with at least so many rows of padding, one more if two ranks could not split the rows."""
         return replace(self, padding=least + (self.vocabulary + least) % 2)
 
     @property
@@ -74,9 +74,9 @@ class Case:
         return self.vocabulary + self.padding
 
     def leaves(self, settings: MTPConfig | None = None) -> tuple[list[Tensor], Targets, Tensor, Tensor]:
-        """States [N, H] and targets of every depth, the whole head's weight, padding included, and the trunk's states.
+        """Return states [N, H] and targets of every depth, the head's weight with padding, and the trunk's states.
 
-        Where the settings' loss couples depths, a position has the same weight at all of them.
+        If the loss couples depths, a position has the same weight at all of them.
         """
         generator = torch.Generator().manual_seed(self.seed)
         positions, hidden = self.positions, self.hidden
@@ -96,14 +96,14 @@ class Case:
         return states, targets, weight_VH, trunk_TH
 
     def drafted(self) -> Tensor:
-        """The tokens of a draft vocabulary, ascending; the first and the last token are among them."""
+        """Return the tokens of a draft vocabulary in ascending order, including the first and the last token."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         kept_V = torch.rand(self.vocabulary, generator=generator) < 0.4
         kept_V[0] = kept_V[-1] = True
         return kept_V.nonzero()[:, 0]
 
     def plain(self, settings: MTPConfig, drafted_K: Tensor | None = None) -> list[Tensor]:
-        """Value, gradients of the states, gradient of the weight, in float64."""
+        """Return value, gradients of the states, and gradient of the weight, in float64."""
         states, targets, weight_VH, trunk_TH = self.leaves(settings)
         states = [state_NH.double().requires_grad_() for state_NH in states]
         weight_VH, trunk_TH = weight_VH.double().requires_grad_(), trunk_TH.double()
@@ -119,7 +119,7 @@ class Case:
     def chunked(
         self, settings: MTPConfig, group: ProcessGroup | None = None, drafted_K: Tensor | None = None
     ) -> list[Tensor]:
-        """The same by `linear_loss`, over the slices of a group; a rank's weight gradient is that of its slice."""
+        """Return the same from `linear_loss` over a group's slices; a rank's weight gradient is that of its slice."""
         states, targets, weight_VH, trunk_TH = self.leaves(settings)
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         slice_VH = weight_VH.chunk(ranks)[rank].clone().requires_grad_()
@@ -137,7 +137,7 @@ class Case:
             head = slice_VH if token_loss.needs_whole_teacher else None
         teacher = Teacher(trunk_TH, head) if token_loss.needs_teacher else None
         value, _ = linear_loss(token_loss, states, targets, rows, vocabulary, teacher)
-        (3 * value).backward()  # the upstream gradient is a factor
+        (3 * value).backward()  # tests the upstream gradient
         gradients = [leaf.grad / 3 for leaf in (*states, slice_VH) if leaf.grad is not None]
         if group is not None:
             for gradient in gradients[:-1]:
@@ -146,7 +146,7 @@ class Case:
 
 
 def worst(ours: list[Tensor], plain: list[Tensor]) -> float:
-    """Largest difference of any, relative to the largest entry."""
+    """Return the largest difference, relative to the largest entry."""
     differences = [
         ((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)).item()
         for mine, theirs in zip(ours, plain, strict=True)

@@ -1,6 +1,7 @@
-"""The chunked losses over the ranks of this job, against their definitions in each of them: prints the worst of all.
+"""Compute the chunked losses over the ranks of this job, and compare with their definitions; print the worst
+difference.
 
-torchrun --nproc-per-node 2 linear_worker.py CASES
+    torchrun --nproc-per-node 2 linear_worker.py CASES
 """
 
 import sys
@@ -22,7 +23,7 @@ CASES = [Case.drawn(seed) for seed in range(int(sys.argv[1]))]
 
 
 def main() -> None:
-    """One line a loss, from the first rank."""
+    """Print one line per loss on the first rank."""
     torch.distributed.init_process_group("gloo")
     group = torch.distributed.group.WORLD
     assert group is not None
@@ -41,7 +42,7 @@ def main() -> None:
 
 
 def exchanges(settings: MTPConfig) -> int:
-    """The number of times that ranks wait for each other in one chunk, counted without them."""
+    """Return how often ranks communicate in one chunk."""
     group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     vocabulary = Vocabulary(8, group)
     with (
@@ -54,7 +55,7 @@ def exchanges(settings: MTPConfig) -> int:
 
 
 def cases(ranks: int) -> Iterator[tuple[Case, Tensor | None]]:
-    """Each with all tokens and, unless the last rank holds padding alone, with some of them."""
+    """Yield cases with the whole vocabulary and, unless the last rank only has padding, with a draft vocabulary."""
     for case in CASES:
         yield case, None
         if case.vocabulary > case.rows - case.rows // ranks:

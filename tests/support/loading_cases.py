@@ -1,9 +1,9 @@
-"""Checkpoints with a fault each, given to every verb that loads one, each in a fork of this process.
+"""Give damaged checkpoints to every verb that loads one, each in a fork of this process.
 
     python loading_cases.py FOLDER [--all]
 
-With `--all` every fault is given to every verb that may meet it, else to one of each kind. Prints JSON:
-{fault: {verb: {"status": of exit, "error": stderr, "ran": whether planted code was run}}}.
+With `--all` every fault is given to every verb that may meet it, otherwise to one of each kind. Prints JSON: {fault:
+{verb: {"status": exit status, "error": stderr, "ran": whether planted code ran}}}.
 """
 
 import json
@@ -67,17 +67,17 @@ REST: dict[str, Words] = {
 }
 EVERY = {**TRAIN, **READ, **REST}
 OF_MEGATRON = {**TRAIN, "evaluate": READ["evaluate"]}
-"""Verbs that load by Megatron's own function."""
+"""Verbs that load with Megatron's own function."""
 
 READERS = ("train", "generate", "inspect", "own_loop")
-"""Of verbs that load by the same function, one."""
+"""One verb for each loading function."""
 
 FURTHER = {"pickle: .metadata": ["train --pretrained-checkpoint", "inspect --check"]}
-"""A catalogue is read in more places."""
+"""Additional places that read the metadata."""
 
 
 class Planted:
-    """Unpickled, it leaves a file."""
+    """Write a file when unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -181,7 +181,7 @@ DAMAGED: dict[str, tuple[Fault, dict[str, Words], str]] = {
     "older format junk": (lambda folder: older(folder).write_text("junk"), SOME, "train"),
     "older format without files": (older, SOME, "generate"),
 }
-"""A fault, the verbs that it is given to, and those of the first tier."""
+"""Faults, the verbs that they are given to, and those of the first tier."""
 
 
 def train(folder: Path, *flags: str) -> list[str]:
@@ -300,7 +300,7 @@ def forked(words: list[str], limit: int = 120) -> dict[str, object]:
 
 
 def tried(every: bool) -> dict[str, tuple[Fault, dict[str, Words]]]:
-    """Faults with the verbs that they are given to."""
+    """Return faults with the verbs that they are given to."""
     chosen = {fault: (damage, verbs, [*READERS, *FURTHER.get(fault, ())]) for fault, (damage, verbs) in PLANTED.items()}
     chosen |= {fault: (damage, verbs, first.split(", ")) for fault, (damage, verbs, first) in DAMAGED.items()}
     return OWN | {

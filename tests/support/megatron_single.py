@@ -1,6 +1,6 @@
-"""One process, a world of one: tiny models of ours and of Megatron with the same weights, and batches for them.
+"""Tiny models of this package and of Megatron with the same weights, and batches for them, in one process.
 
-`megatron_mtp.megatron.runtime.prepare()` has to be called before a model is made (conftest.py does that).
+Call `megatron_mtp.megatron.runtime.prepare()` before creating a model (conftest.py does).
 """
 
 import os
@@ -54,14 +54,14 @@ LATENT: dict[str, Any] = {
 
 
 def join_world_of_one() -> None:
-    """The process group of this process, also where an earlier test has left the environment of a job."""
+    """Create the process group of this process, even if an earlier test left the environment of a job."""
     with mock.patch.dict(os.environ):
         os.environ.pop("RANK", None)
         join_world()
 
 
 def transformer_config(depths: int | None, **changes: Any) -> TransformerConfig:
-    """A Llama-like transformer of two layers; `changes` are fields of TransformerConfig."""
+    """Return a Llama-like transformer of two layers; `changes` are fields of TransformerConfig."""
     fields: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 32,
@@ -132,7 +132,7 @@ def _gpt_fields(tied: bool, position: str) -> dict[str, Any]:
 
 
 def randomize(model: torch.nn.Module, seed: int = 1) -> None:
-    """Weights large enough that every part of the model shows in the loss; norms around 1, but no norm is 1."""
+    """Set weights large enough that every part of the model affects the loss; norms are near 1, but not 1."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -141,12 +141,12 @@ def randomize(model: torch.nn.Module, seed: int = 1) -> None:
 
 
 def megatron_name(name: str) -> str:
-    """Our parameter's name in Megatron's own MTP."""
+    """Return the name of our parameter in Megatron's own MTP."""
     return name.replace(".tf_layer.", ".mtp_model_layer.")
 
 
 def copy_weights(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
-    """Every parameter, by name; both sides must have the same ones."""
+    """Copy every parameter by name; both sides must have the same names."""
     source = {megatron_name(name): parameter for name, parameter in ours.named_parameters()}
     target = dict(theirs.named_parameters())
     assert source.keys() == target.keys()
@@ -158,7 +158,9 @@ def copy_weights(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
 def make_batch(
     depths: int, loss_mask_BS: Tensor | None = None, seed: int = 2, tokens: int = VOCABULARY
 ) -> dict[str, Any]:
-    """Whole sequences and their depths; the default mask has holes (about a fifth of the slots, a first and a last)."""
+    """Return whole sequences and their depths; the default mask has holes (a fifth of the slots, first and last ones
+    too).
+    """
     generator = torch.Generator().manual_seed(seed)
     stream_BS = torch.randint(1, tokens, (ROWS, LENGTH + 1), generator=generator).cuda()
     if loss_mask_BS is None:
@@ -176,7 +178,7 @@ def make_batch(
 
 
 def objective(model: LanguageModule, factor: float = LAMBDA, **settings: Any) -> NextTokensObjective:
-    """Return an objective with the same weight for every depth, in one context-parallel rank."""
+    """Return an objective with the same weight for every depth, on one context-parallel rank."""
     depths = model.config.mtp_num_layers or 0
     group = parallel_state.get_context_parallel_group()
     return one_head([factor / depths] * depths, group, **settings) if depths else NextTokensObjective()
@@ -190,7 +192,7 @@ def one_head(
     trains_trunk: bool = True,
     **of_head: Any,
 ) -> NextTokensObjective:
-    """The objective of a model with one draft head; cross-entropy by default."""
+    """Return the objective of a model with one head; cross-entropy by default."""
     loss = depth_loss or CrossEntropy()
     head = HeadObjective(weights, group, loss, beside_main=trains_trunk, **of_head)
     return NextTokensObjective([head], linear_main, trains_trunk)
@@ -216,12 +218,12 @@ def forward_ours(
 
 
 def loss_of(output: ObjectiveOutput) -> Tensor:
-    """The loss of the microbatch, as Megatron's schedule makes it of the objective's."""
+    """Return the microbatch's loss as Megatron's schedule computes it from the objective's."""
     return output.loss / output.main.tokens.clamp(min=1)
 
 
 def mean_losses(output: ObjectiveOutput) -> Tensor:
-    """[1 + D], the trunk's first."""
+    """Return mean losses [1 + D], the trunk's first."""
     sums = [output.main, *(depth for head in output.heads for depth in head.depths)]
     return torch.stack([each.total / each.tokens.clamp(min=1) for each in sums]).detach()
 
@@ -229,8 +231,8 @@ def mean_losses(output: ObjectiveOutput) -> Tensor:
 def backward_ours(
     model: LanguageModule, whole: dict[str, Any], batch: DepthBatch | None = None, factor: float = LAMBDA
 ) -> Tensor:
-    """Backward through the loss of one microbatch; returns the mean losses, the trunk's first."""
-    destroy_moe_metrics_tracker()  # it has a place for every layer of the model before
+    """Run the backward pass of one microbatch; return the mean losses, the trunk's first."""
+    destroy_moe_metrics_tracker()  # it has a slot for every layer of the previous model
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0).cuda())
     output = forward_ours(model, whole, batch, factor)
     loss_of(output).backward()
@@ -238,7 +240,7 @@ def backward_ours(
 
 
 def backward_megatron(model: torch.nn.Module, batch: dict[str, Any], per_token: bool = False) -> Tensor:
-    """The same through Megatron's own way to train its MTP."""
+    """Do the same the way Megatron trains its own MTP."""
     for scaler in (MTPLossAutoScaler, MoEAuxLossAutoScaler):
         scaler.set_loss_scale(torch.tensor(1.0).cuda())
     MTPLossLoggingHelper.tracker.clear()
@@ -263,7 +265,7 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """max |a - b| / max |b|; 0 where both are zero throughout."""
+    """Return max |a - b| / max |b|; 0 if both are all zeros."""
     largest = theirs.abs().max().item()
     difference = (ours - theirs).abs().max().item()
     return difference if largest == 0 else difference / largest

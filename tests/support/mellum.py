@@ -7,7 +7,7 @@ from hf_models import read, write
 
 
 def mellum_head(folder: Path) -> Path:
-    """Give Mellum 2 its depth: a layer like the trunk's, by Qwen's names."""
+    """Give Mellum 2 an MTP layer: a layer like the trunk's, with Qwen's names."""
     tensors = read(folder)
     layer = {f"mtp.{n[6:].replace('.2.', '.0.', 1)}": t for n, t in tensors.items() if n.startswith("model.layers.2.")}
     frame = {f"mtp.{n}.weight": torch.ones(48) for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}

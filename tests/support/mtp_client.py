@@ -1,9 +1,9 @@
-"""transformers as a client of an exported folder, in a process of its own: greedy generation with MTP drafts.
+"""Load an exported folder in transformers, in a separate process: greedy generation with MTP drafts.
 
     python mtp_client.py FOLDER TOKENS NEW [DEPTHS]
 
-Prints JSON: the tokens with and without drafts, and the drafts accepted in each round. A number of depths leaves out
-the others of the folder.
+Prints JSON: the tokens with and without drafts, and the number of drafts accepted in each round. DEPTHS limits the
+number of MTP layers used.
 """
 
 import json
@@ -20,7 +20,7 @@ def main(folder: str, tokens: list[int], new: int, depths: int | None = None) ->
     layers = model.config.num_hidden_layers
     if depths is not None:
         model.config.num_mtp_layers = depths
-    # transformers finds the depths by this pattern, which it has for the published models' sizes alone.
+    # transformers finds MTP layers by this pattern, whose default fits only the sizes of published models.
     model._keys_to_ignore_on_load_unexpected = [
         rf"model\.layers\.{layers + depth}\." for depth in range(model.config.num_mtp_layers)
     ]

@@ -1,4 +1,4 @@
-"""The arguments of a run on packed rows, put where the code that reads batches asks Megatron for them."""
+"""Arguments of a run on packed rows, set where the code that reads batches asks Megatron for them."""
 
 from argparse import Namespace
 
@@ -8,7 +8,7 @@ from megatron_mtp.training import forward_step, reading_stages
 
 
 def set_packed_run(monkeypatch: pytest.MonkeyPatch, rows: int, length: int, depths: int) -> None:
-    """Set one pipeline stage, with this many rows of chats of this length in a microbatch."""
+    """Set one pipeline stage, with this many rows of chats of this length per microbatch."""
     args = Namespace(
         reads_chats=True,
         dataloader_inter_document_masking=False,

@@ -1,6 +1,6 @@
-"""A stand-in for the engine that repeats its prompt, two drafts a step, and a server around it in a thread.
+"""A stand-in engine that repeats its prompt with two drafts per step, and a server around it in a thread.
 
-Sampled texts begin as many tokens later in the prompt as the seed says. Tests hold it, and look at its blocks.
+Sampled outputs start as many tokens later in the prompt as the seed. Tests pause the engine and inspect its blocks.
 """
 
 import socket
@@ -41,7 +41,7 @@ class Text:
 
 
 class Parrot:
-    """Steps wait while `go` is not set; a step raises `bug`, if there is one."""
+    """Steps wait until `go` is set; a step raises `bug`, if set."""
 
     def __init__(self, running: int = 8, waiting: int = 64, pace: float = 0.0) -> None:
         self._most, self._waiting, self._pace = running, waiting, pace
@@ -104,7 +104,7 @@ class Parrot:
         )
 
     def _found(self, prompt: list[int]) -> int:
-        """Tokens of a prompt that were run for an earlier text; its last one always runs."""
+        """Return the number of prompt tokens that an earlier sequence has run; the last one always runs."""
         known = tuple(prompt) in self._seen
         self._seen.add(tuple(prompt))
         return len(prompt) - 1 if known else 0
@@ -126,7 +126,7 @@ class Parrot:
 
 
 def _cut(request: Request, before: list[int], new: list[int]) -> tuple[list[int], Finish | None]:
-    """The new tokens up to the text's end."""
+    """Return the new tokens up to the output's end."""
     for count, token in enumerate(new, start=1):
         if token in request.stop_ids:
             new = new[:count]
@@ -145,7 +145,7 @@ def _logprob(token: int, count: int) -> TokenLogprob:
 
 
 def tokenizer_in(folder: Path, template: str | None = TEMPLATE) -> Any:
-    """A byte-level tokenizer without merges to speak of, so that a letter can be several tokens."""
+    """Create a byte-level tokenizer with almost no merges, so that a character can be several tokens."""
     tokenizer = read_tokenizer(train_bpe(["abc abd"], 258, folder))
     tokenizer.chat_template = template
     return tokenizer
@@ -153,10 +153,10 @@ def tokenizer_in(folder: Path, template: str | None = TEMPLATE) -> Any:
 
 @dataclass
 class Running:
-    """A server that runs.
+    """A running server.
 
     Attributes:
-        url: where.
+        url: its address.
         engine, service, server: its parts.
     """
 
@@ -186,7 +186,7 @@ def running(
     origins: tuple[str, ...] = (),
     settings: ServerSettings = DEFAULTS,
 ) -> Iterator[Running]:
-    """A server in a thread, on a port of its own."""
+    """Run a server in a thread, on its own port."""
     service, ready = AsyncEngine(engine), threading.Event()
     served = Served(NAME, codec, POSITIONS, 258, 128, 0)
     listening: socket.socket = listener("127.0.0.1", 0)
@@ -205,5 +205,5 @@ def running(
 
 
 def words(folder: Path, template: str | None = TEMPLATE) -> Codec:
-    """The codec of `tokenizer_in`."""
+    """Return the codec of `tokenizer_in`."""
     return Codec(tokenizer_in(folder, template))

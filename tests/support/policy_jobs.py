@@ -1,7 +1,8 @@
-"""Jobs (layout_jobs.py) of a policy's training step, as an RL trainer takes it: its own loop, loss and forward calls.
+"""Jobs (layout_jobs.py) for a policy's training step as an RL trainer runs it: with its own loop, loss and forward
+calls.
 
-`policy` records the gradients of the depths with `mtp_loss` beside the policy's loss, and whether the policy's own are
-bit by bit those of a step without it. `policy_reference` has them from a loop over single rollouts in float64.
+`policy` records the MTP gradients from `mtp_loss` next to the policy's loss, and whether the policy's own gradients are
+bit-identical to a step without it. `policy_reference` computes them with a loop over single rollouts in float64.
 """
 
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from megatron_mtp.losses.mtp_loss import logits_and_states, mtp_loss
 from megatron_mtp.spec.config import MTPConfig
 
 ROLLOUTS = [[(3, 9), (2, 4)], [(5, 17)], [(1, 2), (4, 3), (2, 11)], [(6, 2)]]
-"""Tokens of prompt and answer of every rollout, microbatch by microbatch; these have 20, 24, 28 and 8 positions."""
+"""Tokens of prompt and answer of every rollout, by microbatch, which have 20, 24, 28 and 8 positions."""
 
 LAMBDA = 0.3
 SETTINGS = {
@@ -42,14 +43,15 @@ SETTINGS = {
     "kd by tokens": MTPConfig(mtp_loss="kd"),
     "tv by sequences": MTPConfig(mtp_loss="tv"),
 }
-"""The depths' loss, and what it is divided by: answer tokens of the global batch, or those of each rollout and their
-number."""
+"""Settings of the MTP loss, and its normalizer: answer tokens of the global batch, or those of each rollout times the
+number of rollouts.
+"""
 
 Row = dict[str, Any]
 
 
 def policy(folder: Path, model_name: str, layout_name: str) -> dict[str, Any]:
-    """{form of the batches and loss: gradients of the depths}, and of each how many tensors of the trunk differ."""
+    """Return {batch format and loss: MTP gradients}, and the number of trunk tensors that differ for each."""
     load = f"--load {folder / 'init' / 'ours' / model_name} {NEW_RUN} --no-check-for-nan-in-loss-and-grad"
     model, optimizer, _ = build(model_name, LAYOUTS[layout_name], flags=load)
     config = get_model_config(model[0])
@@ -76,7 +78,7 @@ def gradients(
     name: str = "",
     is_apart: bool = True,
 ) -> dict[str, Tensor]:
-    """Return whole gradients of a policy step, by key; with the depths' loss if settings are given."""
+    """Return whole gradients of a policy step, by key; with the MTP loss if settings are given."""
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -100,7 +102,9 @@ def gradients(
 def forward_step(
     settings: MTPConfig | None, name: str, is_apart: bool, means: int, data: Iterator[Row], model: torch.nn.Module
 ) -> tuple[Any, Any]:
-    """Policy gradient with the rollouts' advantages; `means` undoes the means of Megatron's schedule and DDP."""
+    """Compute the policy gradient with the rollouts' advantages; `means` cancels the averaging of Megatron's schedule
+    and DDP.
+    """
     row = next(data)
     here = {key: row[key][:, row["own"]] for key in ("tokens", "labels", "mask", "advantage")}
     position_ids = row["own"].expand(len(row["tokens"]), -1)
@@ -135,13 +139,13 @@ def answers() -> int:
 
 
 def rollout(number: int, index: int) -> Tensor:
-    """Tokens of a prompt and its answer."""
+    """Return the tokens of a prompt and its answer."""
     generator = torch.Generator().manual_seed(100 * number + index)
     return torch.randint(VOCABULARY, (sum(ROLLOUTS[number][index]),), generator=generator)
 
 
 def filled(number: int, held: list[int]) -> list[Row]:
-    """Rollouts of a microbatch with their labels, masks, advantages and lengths, each [positions]."""
+    """Return a microbatch's rollouts with labels, masks, advantages and lengths, each [positions]."""
     rows = []
     for index, (prompt, answer) in enumerate(ROLLOUTS[number]):
         tokens, size = rollout(number, index), held[index]
@@ -161,7 +165,7 @@ def filled(number: int, held: list[int]) -> list[Row]:
 
 
 def packed(number: int) -> Row:
-    """One row, every rollout padded to a multiple of four, which two context-parallel ranks can cut."""
+    """Return one row; rollouts are padded to multiples of four, so that two context-parallel ranks can split it."""
     sizes = [sum(each) for each in ROLLOUTS[number]]
     held = [-(-size // 4) * 4 for size in sizes]
     rows = filled(number, held)
@@ -172,7 +176,7 @@ def packed(number: int) -> Row:
 
 
 def padded(number: int) -> Row:
-    """A row for every rollout."""
+    """Return one row per rollout."""
     longest = max(-(-sum(each) // 4) * 4 for each in ROLLOUTS[number])
     rows = filled(number, [longest] * len(ROLLOUTS[number]))
     row: Row = {key: torch.stack([each[key] for each in rows]) for key in rows[0]}
@@ -190,7 +194,7 @@ def cut(row: Row, offsets: Tensor) -> Row:
 
 
 def policy_reference(folder: Path, model_name: str) -> dict[str, Any]:
-    """{loss: gradients of the depths}, rollout by rollout, without packing, padding and chunks, in float64."""
+    """Return {loss: MTP gradients}, computed rollout by rollout in float64, without packing, padding and chunks."""
     model = load_model(folder / "init" / "ours" / model_name / "iter_0000001").double()
     model.config.mtp_detach_heads = True
     record: dict[str, Any] = {}
@@ -211,7 +215,7 @@ def policy_reference(folder: Path, model_name: str) -> dict[str, Any]:
 
 
 def rollout_loss(model: Any, tokens_S: Tensor, sizes: tuple[int, int], settings: MTPConfig, name: str) -> Tensor:
-    """(1 / D) sum_d w_d sum_i loss / normalizer over the answer tokens t_{i+d+1} that depth d = 1 .. D predicts."""
+    """Return (1 / D) sum_d w_d sum_i loss / normalizer, over answer tokens t_{i+d+1} that depths d = 1 .. D predict."""
     (prompt, answer), length, depths = sizes, len(tokens_S), model.mtp.depths
     batch = {"tokens": tokens_S[None], "labels": tokens_S[None], "loss_mask": torch.ones(1, length)}
     stage = model(

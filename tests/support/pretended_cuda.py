@@ -4,9 +4,9 @@
         loss(on_cuda(states)).backward()
     assert not waits
 
-A wait is where the host would stop until the GPU has computed a number: reads of values, results whose size depends on
-values, and copies from memory of the host that is not pinned. Numbers, shapes and backward passes are real; streams and
-kernels are not there.
+A wait is where the host would block until the GPU has computed a value: reads of values, results whose size depends on
+values, and copies from host memory that is not pinned. Numbers, shapes and backward passes are real; there are no
+streams and kernels.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ waits: Counter[str] = Counter()
 
 
 class OnCuda(Tensor):
-    """A tensor of the pretended device."""
+    """A tensor on the pretended device."""
 
     held: Tensor
     device = property(lambda self: CUDA)  # type: ignore[assignment]
@@ -106,7 +106,7 @@ class _ToHost(torch.autograd.Function):
 
 
 def on_cuda(value: Tensor) -> Tensor:
-    """The tensor on the pretended device."""
+    """Return the tensor on the pretended device."""
     return value if isinstance(value, OnCuda) else _ToCuda.apply(value)
 
 
@@ -140,7 +140,7 @@ def _moved(own: Callable[..., Tensor], value: Tensor, *given: Any, non_blocking:
 
 @contextmanager
 def pretended_cuda() -> Iterator[Counter[str]]:
-    """While this lasts, there is a device `cuda:0`; gives the waits, by the operation that waits."""
+    """Provide a device `cuda:0` within the context; yield the number of waits by operation."""
     waits.clear()
     with pytest.MonkeyPatch.context() as patch:
         for name in cpu._FACTORIES:

@@ -1,7 +1,7 @@
-"""Launch lines as projects publish them, for `--dry-run` on a machine without GPUs: where, ranks, flags, what is said.
+"""Launch lines that projects publish, for `--dry-run` on a machine without GPUs: source, ranks, flags, expected output.
 
-Shell variables have the values that the file sets or calls for. Paths, tokenizers, data and what logs to a service are
-left out, and mock data stands in their place. slime's files describe a model alone, so `FEW` trains it.
+Shell variables have the values that the file sets or asks for. Paths, tokenizers, data and logging services are
+removed, and mock data is used. slime's files only describe a model, so `FEW` trains it.
 """
 
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ class Published:
 
     Attributes:
         where: repository and file.
-        ranks: of the job.
+        ranks: number of ranks.
         flags: as published.
-        says: a line of the plan, or of the refusal.
-        refused: whether it is one.
+        says: a line of the plan, or of the error.
+        refused: whether it is an error.
     """
 
     where: str

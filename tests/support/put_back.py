@@ -1,7 +1,8 @@
-"""Restores the process after each test, so that every test starts from the same state.
+"""Restore the process after each test, so that every test starts from the same state.
 
-That is the environment, the folder, the command line, handlers of signals, torch's defaults, and what Megatron keeps of
-a run. Random numbers begin anew. Process groups stay: each test is in a world of one (`megatron` of conftest.py).
+This covers the environment, working directory, command line, signal handlers, torch's defaults, and Megatron's state of
+a run. Random generators are reseeded. Process groups stay: each test runs in a world of one (`megatron` in
+conftest.py).
 """
 
 import copy
@@ -25,14 +26,14 @@ OF_MEGATRON = (
     ("core.transformer.multi_token_prediction", "MTPLossLoggingHelper", "tracker"),
     ("training.global_vars", "", "_GLOBAL_"),
 )
-"""Module, object in it, and how the names of its attributes begin."""
+"""Modules, objects in them, and prefixes of the attributes to restore."""
 PYTESTS = "PYTEST_CURRENT_TEST"
-"""A variable of the environment that pytest itself sets and deletes."""
+"""An environment variable that pytest itself sets and deletes."""
 
 
 @contextmanager
 def put_back() -> Iterator[None]:
-    """Begin random numbers anew; afterwards, restore what was changed inside."""
+    """Reseed random generators; afterwards, restore what was changed inside."""
     random.seed(0)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(0)

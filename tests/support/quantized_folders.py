@@ -40,7 +40,7 @@ def fp8_folder(folder: Path) -> Path:
 
 
 def blocked_folder(folder: Path) -> Path:
-    """compressed-tensors' FP8 with a scale for each block of 16 rows and columns."""
+    """Write compressed-tensors FP8 with a scale for each block of 16 rows and columns."""
     tensors = read(make(folder, TRUNKS["mistral"], 0, torch.bfloat16))
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
@@ -50,7 +50,7 @@ def blocked_folder(folder: Path) -> Path:
 
 
 def mxfp4_folder(folder: Path) -> Path:
-    """gpt-oss with random bytes for its experts; a group has 32 numbers, so sizes are multiples of 32."""
+    """Write gpt-oss with random bytes for its experts; a group has 32 numbers, so sizes are multiples of 32."""
     sizes = {"hidden_size": 64, "intermediate_size": 32}
     tensors = read(make(folder, TRUNKS["gpt_oss"], 0, torch.bfloat16, changes=sizes))
     for name in [name for name in tensors if name.endswith(PACKED)]:

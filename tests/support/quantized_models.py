@@ -1,4 +1,4 @@
-"""Small folders in every quantized form: right names, shapes and types, random numbers, scales of 1."""
+"""Small folders in every quantized format: real names, shapes and dtypes, random numbers, scales of 1."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ DEPTH = ("model.layers.3.",)
 
 
 def coded(tensors: Tensors, form: Callable[[str, Tensor], Tensors], plain: tuple[str, ...] = DEPTH) -> Tensors:
-    """The projections of layers in a quantized form, without those whose names begin so."""
+    """Quantize the projections of layers, except those whose names start with `plain`."""
     out: Tensors = {}
     for name, tensor in tensors.items():
         whole = not name.endswith("_proj.weight") or name.startswith(plain) or "eh_proj" in name or tensor.dim() != 2
@@ -118,7 +118,7 @@ FORMS: dict[str, tuple[Callable[[str, Tensor], Tensors], dict[str, Any]]] = {
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "dynamic": {r"-:.*layers\.3\..*": {}}}),
     "bitsandbytes": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
 }
-"""Forms, each with a config that leaves the depth unquantized."""
+"""Formats, each with a config that leaves the MTP layer unquantized."""
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
 
 
@@ -130,11 +130,13 @@ def quantized(folder: Path, form: str) -> Path:
 
 
 RUN = ("fp8", "awq", "modelopt nvfp4")
-"""Forms on which commands are run."""
+"""Formats that commands run on."""
 
 
 def readable_pair(folder: Path, form: str) -> tuple[Path, Path]:
-    """A folder in a form, `coded`, with a tokenizer and a depth that drafts; the same numbers in 16 bits, `plain`."""
+    """Write a quantized folder, `coded`, with a tokenizer and an MTP layer that drafts, and the same numbers in 16
+    bits, `plain`.
+    """
     changes = {**SIZES, "vocab_size": 260, "max_position_embeddings": 64}
     target, plain = make(folder / "coded", "glm4_moe", 1, torch.bfloat16, changes=changes), folder / "plain"
     tokenizer = train_bpe(["some words to make a vocabulary of"] * 3, 260, folder / "tokenizer")
@@ -148,7 +150,7 @@ def readable_pair(folder: Path, form: str) -> tuple[Path, Path]:
 
 
 def smaller(name: str, tensor: Tensor) -> Tensor:
-    """Scales with which random codes of 4 bits are weights as large as those of a model."""
+    """Return scales that give random 4-bit codes the size of real weights."""
     is_scale = name.endswith((".scales", ".weight_scale_2"))
     return tensor / 64 if is_scale else tensor
 

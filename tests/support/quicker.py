@@ -1,10 +1,10 @@
-"""Work that tests need not repeat: Megatron's sources and the imported modules stay as they are while they run."""
+"""Caches of work that tests need not repeat: Megatron's sources and imported modules do not change while they run."""
 
 import gc
 
 
 def parse_sources_once() -> None:
-    """Keep what Megatron reads in the sources of its classes, for the texts of --help, whenever it makes a parser."""
+    """Cache what Megatron parses from its classes' sources for --help texts, each time it creates a parser."""
     from megatron.training.argument_utils import ArgumentGroupFactory
 
     read, known = ArgumentGroupFactory._get_field_docstrings, dict[type, dict[str, str]]()
@@ -18,14 +18,14 @@ def parse_sources_once() -> None:
 
 
 def shorten_mock_data() -> None:
-    """Let --mock-data be 1,000 sequences: an index of Megatron's 100,000 takes a third of a run of one step."""
+    """Shrink --mock-data to 1,000 sequences: building Megatron's index of 100,000 takes a third of a one-step run."""
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
     MockGPTLowLevelDataset.size = 1_000
 
 
 def collect_new_objects_alone() -> None:
-    """Keep the garbage collector from the half a million objects of modules and cases, and let it come less often."""
+    """Exclude the half million objects of modules and tests from garbage collection, and collect less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)

@@ -1,6 +1,6 @@
 """Random small models of every kind that Megatron can run, by seed: sizes, attention, routers, MTP layers, positions.
 
-Some seeds have a rotary scaling that Megatron cannot compute; these must be refused.
+Some seeds have a rotary scaling that Megatron cannot compute; these must be rejected.
 """
 
 import json
@@ -22,12 +22,12 @@ class RandomModel:
     """One model.
 
     Attributes:
-        kind: of `hf_models.MODELS`.
+        kind: a key of `hf_models.MODELS`.
         config: changes to its config.
         rope: its rotary settings.
-        slots: of the prompt, beyond the positions from which a scaling shows.
-        refused: part of the sentence that Megatron's flags are refused with; None where it computes the model.
-        spread: whether `config.json` has rotary settings as older folders do (`rope_scaling` and `rope_theta`).
+        slots: prompt slots beyond the positions where a scaling takes effect.
+        refused: part of the error for Megatron's flags; None if Megatron computes the model.
+        spread: whether `config.json` has rotary settings like older folders (`rope_scaling` and `rope_theta`).
     """
 
     kind: str
@@ -41,7 +41,7 @@ class RandomModel:
     def write(self, folder: Path, seed: int) -> Path:
         changes = {**self.config, "rope_parameters": dict(self.rope)}
         make(folder, self.kind, self.depths, changes=changes, seed=seed)
-        (folder / "tokenizer.json").unlink()  # which is not a tokenizer
+        (folder / "tokenizer.json").unlink()  # it is not a tokenizer
         keys = json.loads((folder / "config.json").read_text())
         if self.kind == "bailing_moe":
             keys |= {"num_experts": keys["n_routed_experts"], "num_shared_experts": keys["n_shared_experts"]}
@@ -54,7 +54,7 @@ class RandomModel:
 
 
 def random_model(seed: int) -> RandomModel:
-    """Kinds take turns, and so do the rotary scalings of each."""
+    """Return the model of a seed; kinds and their rotary scalings take turns."""
     rng = random.Random(seed)
     kind, turn = KINDS[seed % len(KINDS)], seed // len(KINDS)
     config = _sizes(rng, kind)
@@ -104,7 +104,7 @@ def _latent(rng: random.Random, heads: int) -> Keys:
 
 
 def _experts(rng: random.Random, turn: int) -> Keys:
-    """Experts in groups of which some are chosen, by the sum of two scores, or all; or without groups."""
+    """Return experts in groups, selected by the sum of two scores or all, or experts without groups."""
     groups, some, chosen, experts = ((1, 1, 2, 6), (2, 1, 2, 6), (4, 2, 4, 12), (2, 2, 3, 8))[turn % 4]
     return {
         "n_routed_experts": experts,
@@ -120,7 +120,7 @@ def _experts(rng: random.Random, turn: int) -> Keys:
 
 
 Rope = tuple[Keys, int, str | None]
-"""Rotary settings, slots of a prompt that shows them, and why they are refused."""
+"""Rotary settings, prompt slots that show them, and the reason if they are rejected."""
 
 
 def _plain(rng: random.Random) -> Rope:
@@ -128,7 +128,7 @@ def _plain(rng: random.Random) -> Rope:
 
 
 def _llama3(rng: random.Random, **changes: float) -> Rope:
-    """Wavelengths from 2,048 on are changed."""
+    """Return a scaling that changes wavelengths from 2,048 on."""
     keys = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, **changes}
     refused = "Llama 3 rotary scaling" if changes else None
     return {"rope_type": "llama3", "factor": rng.choice((8.0, 32.0, 3.5)), **keys}, 2200, refused
@@ -174,4 +174,4 @@ LATENT_ROPES: tuple[Callable[[random.Random], Rope], ...] = (
     _other("linear"),
     lambda rng: _yarn(rng, mscale=0.5, mscale_all_dim=0.0),
 )
-"""Kimi-K2's first."""
+"""Rotary settings of latent attention, Kimi-K2's first."""

@@ -1,4 +1,4 @@
-"""The records of jobs (layout_jobs.py), run when a test first asks for one of them, or shortly before."""
+"""Results of jobs (layout_jobs.py), which run when a test first asks for one of them, or shortly before."""
 
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,11 +13,11 @@ from layouts import LAYOUTS, needs
 
 WORKER = Path(__file__).parent / "layout_worker.py"
 AT_ONCE = 2
-"""Jobs that run together: half of the time the ranks of one wait for each other."""
+"""Concurrent jobs: ranks of one job wait for each other half of the time."""
 
 
 class Records:
-    """Results of jobs. Every job runs once, after jobs that it needs, in as many processes as its layout has."""
+    """Run every job once, after the jobs that it needs, in as many processes as its layout has."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -26,11 +26,11 @@ class Records:
         self._expected: list[str] = []
 
     def expect(self, jobs: Iterable[str]) -> None:
-        """Say which jobs tests will ask for, in this order."""
+        """Announce which jobs tests will ask for, in this order."""
         self._expected = list(dict.fromkeys(jobs))
 
     def of(self, job: str) -> dict[str, Any]:
-        """Return the record of a job. If there is none, the test fails with the end of the job's output."""
+        """Return a job's record. If the job failed, fail the test with the end of its output."""
         error = self._started(job)
         for later in self._after(job):
             self._started(later)
@@ -39,7 +39,7 @@ class Records:
         return torch.load(self.folder / "records" / f"{job.replace('/', '-')}.pt")
 
     def end(self) -> None:
-        """Wait for what runs, and run nothing more."""
+        """Wait for running jobs, and start no more."""
         self._threads.shutdown(cancel_futures=True)
 
     def _after(self, job: str) -> list[str]:
@@ -68,6 +68,6 @@ class Records:
 
 
 def processes(job: str) -> int:
-    """The last layout that a job names is the one that it runs in."""
+    """Return the number of processes of the layout that the job runs in, the last one in its name."""
     named = [LAYOUTS[word].world_size for word in job.split("/") if word in LAYOUTS]
     return named[-1] if named else 1

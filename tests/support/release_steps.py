@@ -1,9 +1,9 @@
-"""Two steps of attached MTP layers on a stock GPT, of whatever megatron-core is first on the path; one process, CPU.
+"""Train attached MTP layers on a stock GPT for two steps, with the first megatron-core on the path; one process, CPU.
 
     PYTHONPATH=REPOSITORY:REPOSITORY/tests/support python tests/support/release_steps.py
 
-A job is [FOLDER], that of a release or "" for the installed one. A fork for each imports Megatron and prints the
-version and the losses of the layers.
+A job is [FOLDER], the folder of a release, or "" for the installed one. A fork per job imports Megatron and prints the
+version and the MTP losses.
 """
 
 import sys
@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch._dynamo  # which cpu.install needs
+import torch._dynamo  # cpu.install needs it
 from job_forks import for_each_job
 
 warnings.filterwarnings("ignore")
@@ -20,7 +20,7 @@ VOCABULARY, LENGTH, ROWS = 32, 8, 2
 
 
 def on_cpu() -> None:
-    """Apply the substitutions of `megatron_mtp.megatron.cpu`; a release may not have `megatron.training`."""
+    """Apply the substitutions of `megatron_mtp.megatron.cpu`; a release may lack `megatron.training`."""
     from megatron_mtp.megatron import cpu
 
     stand_in = ModuleType("megatron.training")

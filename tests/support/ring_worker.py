@@ -1,10 +1,10 @@
-"""A context-parallel rank: drafters whose keys go around the ranks, against drafters that gather them, in float64.
+"""One context-parallel rank: compare drafters with ring attention to drafters that gather keys, in float64.
 
     torchrun --nproc-per-node 4 ring_worker.py FILE "eagle3 packed" "dspark rows" ..
 
-Rank 0 writes to FILE, of every case, the names of what differs; test_ring_ranks.py reads it. A case is a kind of
-drafter, the form of its batch, and further words: those of `CHANGES` change the drafter, and `latent` the trunk that it
-is like.
+For every case, rank 0 writes to FILE the names of tensors that differ; test_ring_ranks.py reads it. A case is a kind of
+drafter, the format of its batch, and more words: those in `CHANGES` change the drafter, and `latent` selects a trunk
+with latent attention.
 """
 
 import json
@@ -31,7 +31,7 @@ prepare()
 
 ROUNDING = 1e-12
 OFFSETS = [0, 8, 32, 48]
-"""Documents that four ranks can cut into eight parts each."""
+"""Document offsets that four ranks can split into eight parts each."""
 
 CHANGES: dict[str, dict[str, Any]] = {
     "window": {"drafter_window_size": 3},
@@ -41,7 +41,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def compare(cases: list[str]) -> dict[str, list[str]]:
-    """Of every case, what is not the same in both ways on any rank."""
+    """Return what differs between both ways on any rank, for every case."""
     found = {}
     for case in cases:
         kind, form, *words = case.split()
@@ -64,7 +64,7 @@ def compare(cases: list[str]) -> dict[str, list[str]]:
 
 
 def loss_and_gradients(model: Any, attached: Any, form: str) -> dict[str, Tensor]:
-    """The loss and gradients of all context-parallel ranks."""
+    """Return the loss and gradients of all context-parallel ranks."""
     generator = torch.Generator().manual_seed(3)
     rows = 1 if form == "packed" else 2
     tokens_BS = torch.randint(VOCABULARY - 1, (rows, OFFSETS[-1]), generator=generator)
@@ -91,7 +91,7 @@ if __name__ == "__main__":
     torch.distributed.init_process_group("gloo")
     mpu.initialize_model_parallel(context_parallel_size=torch.distributed.get_world_size())
     model_parallel_cuda_manual_seed(0)
-    ring.TILE = 5  # tiles of a few keys, of which some are not seen
+    ring.TILE = 5  # small tiles, so that some are fully masked
     result = compare(sys.argv[2:])
     if torch.distributed.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(result))

@@ -1,4 +1,4 @@
-"""Flags of a small run, and the error for runs with invalid ones."""
+"""Flags of a small run, and the error for invalid ones."""
 
 import sys
 
@@ -22,7 +22,7 @@ def _in_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """The sentence with which the program ends."""
+    """Return the error message that the program ends with."""
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *MODEL.split(), *flags.split()])
     with pytest.raises(SystemExit) as exit_info:
         main(sys.argv, on_cpu=True)

@@ -1,4 +1,4 @@
-"""Scalings of rotary positions, as configs have them."""
+"""Rotary scalings as written in configs."""
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -20,4 +20,4 @@ YARN = {
     "beta_slow": 1.0,
     "original_max_position_embeddings": 32,
 }
-"""Kimi-K2's but for the positions."""
+"""Kimi-K2's, with fewer positions."""

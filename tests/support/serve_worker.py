@@ -1,4 +1,4 @@
-"""`megatron-mtp serve` as a script, for ranks."""
+"""`megatron-mtp serve` as a script, for torchrun."""
 
 import sys
 

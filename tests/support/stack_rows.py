@@ -1,6 +1,6 @@
-"""Documents and fine-tuning steps for `megatron-mtp train` and for a framework, and what drafts afterwards.
+"""Documents and fine-tuning steps for `megatron-mtp train` and for a framework, and the number of accepted drafts.
 
-In a text the next token is a function of the last: so many times it, plus so much.
+In a document the next token is a linear function of the last: a factor times it, plus a constant.
 """
 
 from pathlib import Path
@@ -9,10 +9,10 @@ from unittest.mock import patch
 
 LENGTH, ROWS, STEPS, RATE, SEED, SPLIT = 32, 4, 24, 3e-3, 1234, "90,10,0"
 VOCABULARY = 95
-"""Tokens of the texts; the models have one more."""
+"""Tokens in the documents; the models have one more."""
 
 WEIGHT = 0.3
-"""Of the layers' loss."""
+"""Weight of the MTP loss."""
 
 Line = tuple[int, int]
 PROMPTS, NEW = 8, 24
@@ -30,12 +30,12 @@ def rows_of(line: Line, count: int, length: int) -> list[list[int]]:
 
 
 def write_corpus(prefix: Path, line: Line) -> Path:
-    """Enough texts for all steps."""
+    """Write enough documents for all steps."""
     import torch
 
     from megatron_mtp.megatron.runtime import prepare
 
-    prepare()  # here, since a framework is imported before it
+    prepare()  # here, because a framework is imported before it
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(VOCABULARY))
@@ -46,7 +46,9 @@ def write_corpus(prefix: Path, line: Line) -> Path:
 
 
 def accepted(checkpoint: Path, line: Line, method: str = "mtp") -> int:
-    """First drafts of such texts that this package's engine accepts; texts do not change."""
+    """Return how many first drafts of such documents this package's engine accepts, and check that outputs do not
+    change.
+    """
     from megatron_mtp.decoding.engine import generate
     from megatron_mtp.decoding.load import load_runner
 
@@ -57,13 +59,13 @@ def accepted(checkpoint: Path, line: Line, method: str = "mtp") -> int:
 
 
 def accepted_by_transformers(folder: Path, line: Line) -> int:
-    """Drafts of the same texts that transformers accepts with the folder's MTP layer; texts do not change."""
+    """Return how many drafts transformers accepts with the folder's MTP layer, and check that outputs do not change."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.generation.candidate_generator import MTPCandidateGenerator
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
-    layer = model.config.num_hidden_layers  # transformers looks for the layer by its number in published models
+    layer = model.config.num_hidden_layers  # transformers looks up the layer by its number in published models
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layer}\..*"]
     matches: list[int] = []
 

@@ -1,14 +1,14 @@
-"""A framework's model of a Hugging Face folder with attached layers: steps of training, and an export.
+"""A framework's model of a Hugging Face folder with attached layers: training steps and an export.
 
     PYTHONPATH=ENVIRONMENT:REPOSITORY:REPOSITORY/tests/support python tests/support/stack_worker.py FRAMEWORK
 
-FRAMEWORK is one of BUILDERS. It is imported once; a fork does each job that comes as a line of JSON on standard input:
+FRAMEWORK is a key of BUILDERS. It is imported once; a fork runs each job, a line of JSON on standard input:
 
     [JOB, FOLDER, CORPUS, OUT, "new" or "own"]
 
-JOB is a key of JOBS; `new` attaches a layer to the model without its own, `own` trains those of the folder, and the
-name of a kind attaches a drafter. The rows of CORPUS are those that `megatron-mtp train` reads with the same seed. A
-job prints a line of JSON, {} if it failed, and writes folders into OUT.
+JOB is a key of JOBS. `new` attaches a layer to the model without its own MTP layers, `own` trains those of the folder,
+and the name of a drafter kind attaches a drafter. CORPUS has the rows that `megatron-mtp train` reads with the same
+seed. A job prints a line of JSON, {} if it failed, and writes folders into OUT.
 """
 
 import json
@@ -38,14 +38,14 @@ OFF = {
     **dict.fromkeys(("gradient_accumulation_fusion", "apply_rope_fusion", "moe_permute_fusion"), False),
     **dict.fromkeys(("moe_router_fusion", "cross_entropy_loss_fusion", "moe_shared_expert_overlap"), False),
     "moe_router_bias_update_rate": 1e-3,
-    "moe_router_load_balancing_type": "none",  # this package's model has no such loss unless it is requested
+    "moe_router_load_balancing_type": "none",  # this package's model has no such loss by default
     "params_dtype": torch.float32,
     "pipeline_dtype": torch.float32,
 }
-"""Settings of a model that a CPU computes in float32; every framework's configuration has these fields."""
+"""Settings for float32 on a CPU; every framework's configuration has these fields."""
 
 
-# --- models of frameworks --------------------------------------------------------------------------------------------
+# --- the frameworks' models -------------------------------------------------------------------------------------------
 
 
 class Bridge:
@@ -72,7 +72,7 @@ class Bridge:
         return model
 
     def lora(self, head: str, attaching: Hook | None) -> list[Hook]:
-        """`finetune` registers the hook of PEFT behind those that the user has registered."""
+        """`finetune` registers the PEFT hook after the user's hooks."""
         from megatron.bridge.peft.lora import LoRA
         from megatron.bridge.peft.utils import create_peft_hook
 
@@ -88,7 +88,7 @@ class Bridge:
 
 
 class McoreBridge:
-    """mcore-bridge, the models of ms-swift: the layers are its own, and are adopted."""
+    """mcore-bridge, the models of ms-swift: it has its own MTP layers, which are adopted."""
 
     name, module, builds_layers = "mcore-bridge", "mcore_bridge", True
 
@@ -112,7 +112,7 @@ class McoreBridge:
         return DistributedDataParallel(config, DistributedDataParallelConfig(), chunks[0])
 
     def lora(self, _: str, attaching: Hook | None) -> list[Hook]:
-        """The patch of ms-swift attaches behind PEFT, whose targets are all linear layers."""
+        """The patch of ms-swift attaches after PEFT, which targets all linear layers."""
         from peft import LoraConfig, get_peft_model
 
         targets = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "eh_proj"]
@@ -141,7 +141,7 @@ BUILDERS: dict[str, Any] = {"megatron_bridge": Bridge, "ms_swift": McoreBridge}
 
 
 def batches_of(corpus: Path) -> list[dict[str, Tensor]]:
-    """The rows of `megatron-mtp train`, by Megatron's data set."""
+    """Return the rows of `megatron-mtp train`, read with Megatron's dataset."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
@@ -164,12 +164,14 @@ def batches_of(corpus: Path) -> list[dict[str, Tensor]]:
 
 
 def gradients(model: Any, batch: dict[str, Tensor], policy: bool) -> dict[str, Tensor]:
-    """Of one step through Megatron's schedule: of a policy, whose forward gets no labels, or of fine-tuning."""
+    """Return gradients of one step of Megatron's schedule: of a policy, whose forward pass gets no labels, or of
+    fine-tuning.
+    """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
-    destroy_moe_metrics_tracker()  # it has a slot for each layer of the model that was first
+    destroy_moe_metrics_tracker()  # it has a slot for each layer of the first model
     advantage = torch.tensor([[1.0], [-1.0], [0.5], [-0.5]])
 
     def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -206,7 +208,7 @@ def optimizer_of(model: Any, rate: float = RATE) -> Any:
 
 
 def attaching(depths: int | None = 1, weight: float = WEIGHT, **settings: Any) -> Hook:
-    """A hook as integrations/README.md has it."""
+    """Return a hook like the one in integrations/README.md."""
     from megatron_mtp.attach import Head, attach
     from megatron_mtp.spec.config import MTPConfig
 
@@ -215,7 +217,7 @@ def attaching(depths: int | None = 1, weight: float = WEIGHT, **settings: Any) -
 
 
 def layers_loss(model: Any) -> float:
-    """Return the loss of the last forward."""
+    """Return the loss of the last forward pass."""
     from megatron_mtp.model.attachment import attached_of
 
     loss: float = attached_of(model.module).last.depth_means[0].item()  # type: ignore[attr-defined]
@@ -223,8 +225,10 @@ def layers_loss(model: Any) -> float:
 
 
 def beside(plain: Any, model: Any, batches: list[dict[str, Tensor]], policy: bool, rate: float) -> dict[str, Any]:
-    """What differs between steps of a model without layers and of one with some, the number of the layers' parameters
-    that have a gradient, and the layers' loss in the first and the last step."""
+    """Compare steps of a model with and without layers.
+
+    Return what differs, the number of the layers' parameters with a gradient, and the layers' first and last loss.
+    """
     optimizers = optimizer_of(plain, rate), optimizer_of(model, rate)
     differ, learned, losses = set(), set(), []
     for batch in batches:
@@ -244,9 +248,9 @@ def beside(plain: Any, model: Any, batches: list[dict[str, Tensor]], policy: boo
 
 
 def tune(made: Any, folder: Path, batches: list[dict[str, Tensor]], out: Path, head: str) -> dict[str, Any]:
-    """Take three steps of a policy with and without layers; then fine-tune a whole model.
+    """Take three policy steps with and without layers, then fine-tune a whole model.
 
-    OUT/start and OUT/tuned are the model that is fine-tuned, before and after.
+    OUT/start and OUT/tuned hold the fine-tuned model before and after.
     """
     own = 1 if head == "own" or made.builds_layers else None
     plain, policy = made.build(None), made.build(own, attaching(mtp_train_only=True, mtp_loss="kd"))
@@ -264,9 +268,9 @@ def tune(made: Any, folder: Path, batches: list[dict[str, Tensor]], out: Path, h
 
 
 def lora(made: Any, folder: Path, batches: list[dict[str, Tensor]], out: Path, head: str) -> dict[str, Any]:
-    """LoRA of the trunk, beside layers and without, from the same adapters.
+    """Train LoRA on the trunk with and without layers, from the same adapters.
 
-    OUT/kept and OUT/lost are the merged models; the folder has names for layers.
+    OUT/kept and OUT/lost hold the merged models; the folder's format has names for layers.
     """
     own = 1 if head == "own" or made.builds_layers else None
     plain = made.build(None, *made.lora(head, None))
@@ -277,7 +281,7 @@ def lora(made: Any, folder: Path, batches: list[dict[str, Tensor]], out: Path, h
             weights[name].copy_(each)
     record = beside(plain, model, batches, policy=False, rate=LORA_RATE)
     lost, kept = dict(made.export(plain)), dict(made.export(model))
-    config = json.loads((folder / "config.json").read_text())  # with the number of layers, as frameworks leave it
+    config = json.loads((folder / "config.json").read_text())  # frameworks keep the number of layers
     write(lost, config, out / "lost")
     write(kept, config, out / "kept")
     record["lost"] = sorted(kept.keys() - lost.keys())
@@ -301,10 +305,10 @@ JOBS = {"tune": tune, "lora": lora, "drafter": drafter}
 
 
 def exported(made: Any, model: Any, folder: Path, head: str, out: Path) -> dict[str, Any]:
-    """Write a folder that drafts; says who has exported the layers.
+    """Write a folder that drafts, and return which side exported the layers.
 
-    The framework exports; where it has no names for layers, this package does, in the form of a family that has some.
-    Tensors that both export are compared.
+    The framework exports them; if it has no names for layers, this package does, in the format of a family that has.
+    Tensors exported by both are compared.
     """
     from megatron_mtp.checkpoint.convert.hf_form import form_of
     from megatron_mtp.checkpoint.convert.import_hf import megatron_arguments
@@ -312,7 +316,7 @@ def exported(made: Any, model: Any, folder: Path, head: str, out: Path) -> dict[
     from megatron_mtp.checkpoint.convert.plan import HFModel
 
     tensors, config = {}, json.loads((folder / "config.json").read_text())
-    if head == "own" or made.builds_layers:  # else Bridge's export fails at the layers
+    if head == "own" or made.builds_layers:  # otherwise Bridge's export fails at the layers
         tensors = dict(made.export(model))
     has_names = "num_nextn_predict_layers" in config and any("eh_proj" in name for name in tensors)
     if head == "own":
@@ -339,7 +343,7 @@ def write(tensors: dict[str, Tensor], config: dict[str, Any], out: Path) -> None
 
 def main(framework: str) -> None:
     te_names.install()
-    import_module(BUILDERS[framework].module)  # before the CPU's substitutions
+    import_module(BUILDERS[framework].module)  # before the CPU stand-ins
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"a fork would lack {threads - 1} threads of this process"
     for_each_job(partial(record_of, framework))

@@ -1,4 +1,4 @@
-"""Models as frameworks build them: Megatron's own classes, of the portable modules of this machine, on any stage."""
+"""Models as frameworks build them: Megatron's own classes with this machine's portable modules, for any stage."""
 
 import zlib
 from collections.abc import Callable
@@ -29,19 +29,19 @@ KINDS: dict[str, dict[str, Any]] = {
 VIRTUAL = "virtual_pipeline_model_parallel_size"
 PATTERN = "M-*-"
 PACKED = [0, 4, 12, 24, LENGTH * 3]
-"""Where the documents of a packed row start, and its end; a rank of two can be given its part of each."""
+"""Document offsets of a packed row; two ranks can split each document."""
 
 
 def chunks(kind: str, tied: bool = False, depths: int | None = None, **changes: Any) -> list[Any]:
-    """The chunks of a rank: one, or one a virtual stage."""
+    """Return a rank's chunks: one, or one per virtual stage."""
     stages = changes.get(VIRTUAL)
     return [stock(kind, tied, depths, stage, **changes) for stage in (range(stages) if stages else [None])]
 
 
 def stock(kind: str, tied: bool = False, depths: int | None = None, vp_stage: int | None = None, **changes: Any) -> Any:
-    """A stage of a GPT of this kind, or of a hybrid; with `depths` it has Megatron's own MTP block.
+    """Build a stage of a GPT of this kind, or of a hybrid; with `depths` it has Megatron's own MTP block.
 
-    `changes` are fields of TransformerConfig, but `position`, the type of the position embedding.
+    `changes` are fields of TransformerConfig, plus `position`, the type of position embedding.
     """
     groups = ProcessGroupCollection.use_mpu_process_groups()
     last = None if vp_stage is None else changes[VIRTUAL] - 1
@@ -78,7 +78,7 @@ def stock(kind: str, tied: bool = False, depths: int | None = None, vp_stage: in
 
 
 def draw(model: Any, tied: bool = False) -> None:
-    """Weights that depend on the parameter's name alone: large enough that every part shows, and no norm is 1."""
+    """Draw weights that depend only on parameter names, large enough that every part matters; norms differ from 1."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             name = "embedding.word_embeddings.weight" if tied and name == "output_layer.weight" else name
@@ -88,7 +88,7 @@ def draw(model: Any, tied: bool = False) -> None:
 
 
 def packed_batch(batch: dict[str, Any]) -> tuple[dict[str, Any], PackedSeqParams]:
-    """All rows of a batch as one of four documents."""
+    """Return all rows of a batch as one row of four documents."""
     offsets = torch.tensor(PACKED, dtype=torch.int32)
     longest = int(offsets.diff().max())
     joined = {name: batch[name].reshape(1, -1) for name in ("tokens", "labels", "loss_mask")}
@@ -99,7 +99,7 @@ def packed_batch(batch: dict[str, Any]) -> tuple[dict[str, Any], PackedSeqParams
 
 
 def loss_of_logits(model: Any, logits_BSV: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
-    """The trunk's mean loss, as a loop makes it of logits."""
+    """Return the trunk's mean loss, computed from logits as in a training loop."""
     nats_BS = model.compute_language_model_loss(
         batch["labels"], logits_BSV.transpose(0, 1).clone(memory_format=torch.contiguous_format)
     )
@@ -109,7 +109,7 @@ def loss_of_logits(model: Any, logits_BSV: torch.Tensor, batch: dict[str, Any]) 
 def learned(
     model: Any, batch: dict[str, Any], packed: PackedSeqParams | None, depths_loss: Callable[[], torch.Tensor] | None
 ) -> dict[str, torch.Tensor]:
-    """Logits, gradients and weights after a step of Adam, by name; `depths_loss` is added to the trunk's."""
+    """Return logits, gradients and weights after one Adam step, by name; `depths_loss` is added to the trunk's."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     torch.manual_seed(7)
     arguments = batch["tokens"], batch["position_ids"], batch["attention_mask"]

@@ -56,16 +56,16 @@ FIRST_PASS = {
 }
 """Repeated layers whose later passes attend to the keys of pass 1."""
 OF_MEGATRON = "query-norms"
-"""A checkpoint as Megatron's own module has plain queries: behind a norm, which DeepSeek-V2-Lite does not have."""
+"""A checkpoint with queries as in Megatron's module: after a norm, which DeepSeek-V2-Lite does not have."""
 
 FUSED_STATE = re.compile(r"linear_(q|kv|qkv)_down_proj\._extra_state$")
-"""States of FP8 that Megatron's fused down-projection saves under two names, and does not find again."""
+"""FP8 states that Megatron's fused down-projection saves under two names and does not find when loading."""
 
 WEIGHTS, STATES = "weights.safetensors", "states.safetensors"
 
 
 def made(kind: str) -> tuple[Namespace, LanguageModule]:
-    """A model as training would build it, with random weights, norms among them."""
+    """Build a model as training does, with random weights, including norms."""
     flags = f"{COMMON} {(KINDS | FIRST_PASS)[kind]} --transformer-impl transformer_engine"
     args = parser.parsed(flags.split(), 256)
     args.padded_vocab_size, args.tokenizer_type = 256, "NullTokenizer"
@@ -86,7 +86,7 @@ def weights(model: LanguageModule) -> dict[str, torch.Tensor]:
 
 
 def save(folder: str) -> None:
-    """Save a checkpoint of every kind with Megatron, and next to it the weights by their names in the model."""
+    """Save a checkpoint of every kind with Megatron, and next to it the weights by name."""
     join_world(alone=True)
     for kind in KINDS:
         write(Path(folder, kind), *made(kind))
@@ -104,7 +104,7 @@ def write(folder: Path, args: Namespace, model: LanguageModule) -> None:
 
 
 def load(folder: str) -> None:
-    """Load conversions, converted/KIND, with Megatron's default strictness, and compare every weight."""
+    """Load the conversions converted/KIND with Megatron's default strictness, and compare every weight."""
     join_world(alone=True)
     for converted in Path(folder, "converted").iterdir():
         kind = converted.name
@@ -115,7 +115,7 @@ def load(folder: str) -> None:
         metadata = dist_checkpointing.load_content_metadata(str(step)) or {}
         state = {"model": model.sharded_state_dict(metadata=metadata)}
         loaded = dist_checkpointing.load(state, str(step), strict=StrictHandling("assume_ok_unexpected"))
-        apart = model.load_state_dict(loaded["model"], strict=False)  # as Megatron, where a strict load fails
+        apart = model.load_state_dict(loaded["model"], strict=False)  # Megatron does this too if a strict load fails
         assert all(FUSED_STATE.search(name) for name in (*apart.missing_keys, *apart.unexpected_keys)), apart
         given, found = load_file(Path(folder, kind, WEIGHTS)), weights(model)
         assert given.keys() == found.keys()
@@ -133,7 +133,7 @@ def first_pass(folder: str) -> None:
 
 
 def with_plain_products() -> None:
-    """For the rest of the process: what its kernels compute in float32, by torch."""
+    """For the rest of the process, compute with torch what the kernels compute in float32."""
     import transformer_engine.pytorch as te
 
     def normed(module: torch.nn.Module, hidden: Tensor, name: str) -> Tensor:
@@ -153,7 +153,9 @@ def with_plain_products() -> None:
 
 
 def passes(model: LanguageModule, length: int = 6, rows: int = 2) -> dict[str, Tensor]:
-    """States of each pass of the MTP layer, and the gradient by the trunk's states of their weighted sum."""
+    """Return states of each pass of the MTP layer, and the gradient of their weighted sum with respect to the trunk's
+    states.
+    """
     attached, chance = attached_of(model), torch.Generator().manual_seed(4)
     hidden_SBH = torch.randn(length, rows, model.config.hidden_size, generator=chance).requires_grad_()
     tokens_DBS = torch.randint(1, 256, (model.mtp.depths, rows, length), generator=chance)

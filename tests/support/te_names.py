@@ -1,8 +1,8 @@
-"""Transformer Engine's modules by name, with its names of parameters, in plain torch and without tensor parallelism.
+"""Transformer Engine's modules and parameter names in plain torch, without tensor parallelism.
 
-Frameworks build their models of Megatron's classes on top of Transformer Engine's, which need a CUDA device. With
-`install()` they build, load and export the same models on a CPU. Names that nothing here computes with are empty
-classes, and functions that return nothing.
+Frameworks build their models on Transformer Engine's classes, which need a CUDA device. After `install()` they build,
+load and export the same models on a CPU. Names that are not used for computing are empty classes and functions that
+return nothing.
 """
 
 import sys
@@ -20,7 +20,7 @@ from torch.nn import functional
 ROOT = "transformer_engine"
 VERSION = "2.11.0"
 ABSENT = ("optimizers", "cpu_offload", "cpp_extensions", "permutation", "cross_entropy")
-"""Modules that cannot be imported; Megatron computes without them."""
+"""Modules that cannot be imported; Megatron works without them."""
 
 
 class Linear(nn.Module):
@@ -111,7 +111,7 @@ class GroupedLinear(Linear):
         parts = inputs.split(m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits)
         return torch.cat([functional.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)])
 
-    # What checkpoints need of the real one: state in addition to weights, which exists only with FP8.
+    # State other than weights that checkpoints need; it only exists with FP8.
 
     fp8_meta, fp8, fp8_calibration = MappingProxyType({"fp8_checkpoint": False}), False, False
 
@@ -124,7 +124,7 @@ class GroupedLinear(Linear):
 
 
 class DotProductAttention(nn.Module):
-    """Causal, within the documents of a packed row."""
+    """Causal attention within the documents of a packed row."""
 
     def __init__(self, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class DotProductAttention(nn.Module):
         return self._attended(query, key, value)
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[S, B, heads * D] of [S, B, heads, D]."""
+        """Return [S, B, heads * D] from [S, B, heads, D]."""
         by_head = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         made = functional.scaled_dot_product_attention(
             *by_head, is_causal=True, scale=self.softmax_scale, enable_gqa=True
@@ -165,7 +165,7 @@ MODULES: dict[str, Any] = {
 
 
 class Nothing(nullcontext[None]):
-    """Result of an unknown function: false, and a context that does nothing."""
+    """Result of an unknown function: false, and a context manager that does nothing."""
 
     def __bool__(self) -> bool:
         return False
@@ -187,7 +187,7 @@ def _empty(name: str) -> type:
 
 
 class Names(ModuleType):
-    """A module that has every name: a class, or a module that can be called."""
+    """A module that has every name: a class, or a callable module."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -216,6 +216,6 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Before Megatron is imported."""
+    """Install the modules. Call it before Megatron is imported."""
     sys.meta_path.insert(0, _Finder())
     sys.modules |= {f"{ROOT}.pytorch.{name}": None for name in ABSENT}  # type: ignore[dict-item]

@@ -1,4 +1,4 @@
-"""Which cases of a test are in the first tier."""
+"""Which test cases belong to the first tier."""
 
 from collections.abc import Container, Iterable
 from typing import Any
@@ -7,10 +7,10 @@ import pytest
 
 
 def tiered(cases: Iterable[Any], first: Container[Any]) -> list[Any]:
-    """The cases for `parametrize`; those that are not among the `first` run with --all alone."""
+    """Return the cases for `parametrize`; those that are not in `first` run only with --all."""
     return [case if case in first else pytest.param(*_values(case), marks=pytest.mark.matrix) for case in cases]
 
 
 def _values(case: Any) -> tuple[Any, ...]:
-    """Return values of a case's parameters."""
+    """Return the values of a case's parameters."""
     return case if isinstance(case, tuple) else (case,)

@@ -1,7 +1,7 @@
 """A target and a drafter over three tokens with known distributions, to test sampling verifiers.
 
-A verifier's K + 1 tokens (completed from the target where it stopped earlier) must have the target's joint
-distribution; `p_value` is that of a chi-square test over all V^(K+1) outcomes.
+A verifier's K + 1 tokens (completed from the target if it stopped earlier) must have the target's joint distribution;
+`p_value` runs a chi-square test over all V^(K+1) outcomes.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,9 @@ Tables = tuple[Tensor, Tensor, Tensor]
 
 
 def tables(seed: int, sharpness: float = 1.5) -> Tables:
-    """Distributions of the first token [V], the second [V, V] and the third [V, V, V], each given the earlier."""
+    """Return distributions of the first token [V], the second [V, V] and the third [V, V, V], each given the earlier
+    ones.
+    """
     generator = torch.Generator().manual_seed(seed)
     shapes = [(V,) * (level + 1) for level in range(K + 1)]
     first, second, third = [
@@ -36,19 +38,21 @@ TARGET, DRAFTER = tables(1), tables(2)
 
 
 def processed(given: Tables, sampling: Sampling) -> Tables:
-    """The distributions that `sampling` makes of these."""
+    """Return the distributions after `sampling`."""
     first, second, third = (sampling.probabilities(table.log()) for table in given)
     return first, second, third
 
 
 def after(given: Tables, prefix_BJ: Tensor) -> Tensor:
-    """The distribution [B, V] of the token after each prefix of 0, 1 or 2 tokens."""
+    """Return the distribution [B, V] of the token after each prefix of 0, 1 or 2 tokens."""
     table = given[prefix_BJ.size(1)]
     return table[tuple(prefix_BJ.unbind(1))] if prefix_BJ.size(1) else table.expand(prefix_BJ.size(0), V)
 
 
 def sampled_tree(children: tuple[int, ...], batch: int, seed: int = 3, drafter: Tables = DRAFTER) -> Draft:
-    """Each node of level i has `children[i]` children, independent samples of its q; (1, 1) is a chain."""
+    """Return a tree whose nodes at level i have `children[i]` children, independent samples of its q; (1, 1) is a
+    chain.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens, probs, parents = [], [], []
     level: list[tuple[int, Tensor]] = [(0, torch.zeros(batch, 0, dtype=torch.long))]
@@ -69,7 +73,7 @@ def sampled_tree(children: tuple[int, ...], batch: int, seed: int = 3, drafter: 
 
 
 def best_tree(children: tuple[int, ...], batch: int) -> Draft:
-    """The drafter's most likely tokens instead of samples, and so without probabilities."""
+    """Return a tree of the drafter's most likely tokens instead of samples, and so without probabilities."""
     sampled = sampled_tree(children, 1)
     tokens: list[int] = []
     prefixes: list[list[int]] = [[]]
@@ -86,7 +90,7 @@ def best_tree(children: tuple[int, ...], batch: int) -> Draft:
 
 
 def logits_of(draft: Draft) -> Tensor:
-    """The target's log-probabilities of every row, [B, R, V]."""
+    """Return the target's log-probabilities of every row, [B, R, V]."""
     batch = draft.tokens_BN.size(0)
     prefixes = [torch.zeros(batch, 0, dtype=torch.long)]
     for node, parent in enumerate(draft.parents()[0].tolist()):
@@ -95,7 +99,7 @@ def logits_of(draft: Draft) -> Tensor:
 
 
 def emitted(verifier: VerifierRule, draft: Draft, sampling: Sampling = ALL) -> Tensor:
-    """K + 1 tokens of every sequence: those of the verdict, and then the target's own, [B, K + 1]."""
+    """Return K + 1 tokens of every sequence: those of the verdict, then the target's own, [B, K + 1]."""
     batch, target = draft.tokens_BN.size(0), processed(TARGET, sampling)
     round = Round(sampling, Noise(torch.arange(batch), torch.full((batch,), 7)), PLAIN)
     verdict = verifier(logits_of(draft), draft, round)

@@ -20,7 +20,7 @@ TINY = (
 
 
 def save(model: torch.nn.Module, args: Any, folder: Path) -> Path:
-    """Save as Megatron does: with the rows that pad the vocabulary."""
+    """Save as Megatron does: with vocabulary padding."""
     inner = folder / "iter_0000001"
     inner.mkdir(parents=True)
     entries = {"model": model.sharded_state_dict(), "args": args, "checkpoint_version": 3.0, "iteration": 1}
@@ -30,7 +30,7 @@ def save(model: torch.nn.Module, args: Any, folder: Path) -> Path:
 
 
 def trained(folder: Path, flags: str = "", vocabulary: int | None = 100, tokenizer: Path | None = None) -> Path:
-    """A checkpoint with two depths and 128 or more rows, as if a run had left it."""
+    """Return a checkpoint with two MTP layers and at least 128 vocabulary rows, as a run would leave it."""
     words = [*TINY.split(), *flags.split(), "--mtp-num-layers", "2", "--untie-embeddings-and-output-weights"]
     args = parsed(words, vocabulary or 300)
     args.vocab_size, args.tokenizer_model = vocabulary, None if tokenizer is None else str(tokenizer)

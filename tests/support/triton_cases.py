@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter, against the losses' definitions: prints worst differences as JSON.
+"""Compare the Triton kernels in Triton's interpreter with the losses' definitions; print worst differences as JSON.
 
 TRITON_INTERPRET=1 python triton_cases.py losses faults
 """
@@ -31,14 +31,14 @@ CASES = [
     Case(2, 1, 5, 20, 2, 2.0, 3).padded(40),
 ]
 OF_KINDS = ["ce with both", "kd tempered", "tv", "nla", "lk tempered", "e2e_tv"]
-"""A loss of every class."""
+"""One loss of every class."""
 EVEN_CASES = [Case(4, 2, 7, 43, 2, 0.5, 0).padded(5), CASES[2]]
-"""With as many rows on both ranks; the last one's second half is padding."""
+"""Cases with equal rows on both ranks; the last one's second half is padding."""
 
 
 def main(wanted: list[str]) -> None:
-    """Every loss, with all tokens and with a draft vocabulary, or every fault."""
-    triton_chunk.BLOCK = 32  # several blocks a row
+    """Run every loss with all tokens and with a draft vocabulary, or every fault."""
+    triton_chunk.BLOCK = 32  # several blocks per row
     used: set[str] = set()
     linear_cross_entropy.kernels_of = lambda loss, *_: (used.add(type(loss).__name__), triton_chunk)[1]
     parts: dict[str, Callable[[], Any]] = {
@@ -87,7 +87,7 @@ def products(dtype: torch.dtype, **changes: Any) -> triton_chunk.Products:
 
 
 def rounded(dtype: torch.dtype) -> tuple[float, float]:
-    """Of products in half precision: the losses and the gradients, by their own size, less those in float32."""
+    """Return the relative errors of losses and gradients from half-precision products, minus those from float32."""
     loss, given = depth_loss(MTPConfig()), products(dtype)
     exact_N, exact_NV = loss(Chunk(given.products_NV.float(), given.labels_N, None, given.vocabulary))
     exact_NV *= (given.mask_N * given.scale_D).unsqueeze(1)
@@ -97,7 +97,7 @@ def rounded(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def masked() -> tuple[float, float]:
-    """A masked position has gradient 0, whatever its products; so do all where the scale is 0."""
+    """Check that a masked position has gradient 0, whatever its products; so do all positions if the scale is 0."""
     given = products(torch.float32)
     given.products_NV[3, 5] = float("nan")
     triton_chunk.losses_(depth_loss(MTPConfig()), given)
@@ -108,7 +108,7 @@ def masked() -> tuple[float, float]:
 
 
 def empty_block(name: str) -> float:
-    """The worst difference where the first tokens, more than a block, have no probability."""
+    """Return the worst difference if the first tokens, more than a block, have no probability."""
     loss, given = depth_loss(MTPConfig(**SETTINGS[name])), products(torch.float32)
     given.products_NV[:, :40] = float("-inf")
     labels_N = torch.tensor([45, 49, 47, 40, 43])
@@ -122,7 +122,7 @@ def empty_block(name: str) -> float:
 
 
 def of_two_ranks(names: list[str] = OF_KINDS, cases: list[Case] = EVEN_CASES) -> dict[str, tuple[float, float]]:
-    """`differences` where each of two ranks has half of the vocabulary; the worse of both."""
+    """Return `differences` if each of two ranks has half of the vocabulary; the worse of both."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(_rank, (Path(folder), names, cases), 2, start_method="fork")
         found = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
@@ -139,7 +139,8 @@ def _rank(rank: int, folder: Path, names: list[str], cases: list[Case]) -> None:
             for drafted_K in (None, case.drafted()) if last_has_tokens else (None,):
                 ours, plain = case.chunked(settings, group, drafted_K), case.plain(settings, drafted_K)
                 plain[-1] = plain[-1].chunk(2)[rank]
-                value = abs((ours[0] - plain[0]).item()) / max(1.0, plain[0].item())  # sums of logarithms near 0 round
+                # For values near 0, sums of logarithms have rounding errors.
+                value = abs((ours[0] - plain[0]).item()) / max(1.0, plain[0].item())
                 worst_of = max(worst_of[0], value), max(worst_of[1], worst(ours[1:], plain[1:]))
         found[name] = worst_of
     torch.save(found, folder / f"{rank}.pt")
@@ -149,7 +150,7 @@ ENTRIES = 1024
 
 
 def taught(name: str, vocabulary: Vocabulary) -> tuple[TokenLoss, triton_chunk.Products]:
-    """A loss and two rows of products in bfloat16, each with a row of the trunk's."""
+    """Return a loss and two rows of bfloat16 products, each with a row of the trunk's."""
     values_NV, teacher_NV = torch.randn(2, 2, ENTRIES, generator=torch.Generator().manual_seed(0)).bfloat16()
     rows_N, masks = torch.arange(2), (torch.ones(2), torch.ones(1))
     given = triton_chunk.Products(values_NV.clone(), rows_N, *masks, teacher_NV.clone(), rows_N, vocabulary)
@@ -157,7 +158,7 @@ def taught(name: str, vocabulary: Vocabulary) -> tuple[TokenLoss, triton_chunk.P
 
 
 def exchanges(name: str) -> int:
-    """The number of times that ranks wait for each other in one chunk, counted without them."""
+    """Return how often ranks communicate in one chunk."""
     group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     loss, given = taught(name, Vocabulary(ENTRIES, group))
     with (
@@ -171,7 +172,7 @@ def exchanges(name: str) -> int:
 
 
 def bytes_moved(name: str) -> float:
-    """Bytes that the kernels read and write for a logit, in bfloat16."""
+    """Return the bytes that the kernels read and write per logit, in bfloat16."""
     loss, given = taught(name, Vocabulary(ENTRIES))
     moved, load, store = 0, InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
@@ -211,11 +212,11 @@ FAULTS = {
     "slopes of both": ("lk", "tl.load(divergence_slopes + row) * temp", "slope * temp"),
     "drafted tokens of the trunk": ("lk", "p_below = p_logits - drafted_largest", "p_below = p_logits - p_largest"),
 }
-"""Faults to plant in the kernels: the loss that they spoil, and what of the source becomes what."""
+"""Faults planted in kernels: the loss they break, and the text to replace."""
 
 
 def faulty(name: str, old: str, new: str) -> float:
-    """The worst difference with a kernel in which `old` is `new`."""
+    """Return the worst difference with a kernel in which `old` is replaced by `new`."""
     with planted(triton_kernels, old, new):
         return max(differences(MTPConfig(**SETTINGS[name]), CASES[:1]))
 
@@ -226,11 +227,11 @@ FAULTS_OF_RANKS = {
     "a rank's own overlap": ("tv", triton_chunk, "given.vocabulary.joined(*of_slice)", "of_slice"),
     "a rank's own kd": ("kd", linear_cross_entropy, "self.vocabulary.added(sums)", "pass"),
 }
-"""Faults that show where ranks have slices: as above, with the module."""
+"""Faults that only show with slices on several ranks: as above, with the module."""
 
 
 def faulty_ranks(name: str, module: ModuleType, old: str, new: str) -> float:
-    """The worst difference with `new` for `old` in a module."""
+    """Return the worst difference with `old` replaced by `new` in a module."""
     source = Path(str(module.__file__)).read_text()
     assert old in source, old
     with mock.patch.dict(module.__dict__):

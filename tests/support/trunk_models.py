@@ -5,7 +5,7 @@ from typing import Any
 from hf_models import LATENT, NEMOTRON, Model, nemotron_depths
 
 NO_WIDTH: dict[str, Any] = {"head_dim": None}
-"""For classes that take `hidden_size // num_attention_heads`."""
+"""For classes that compute `hidden_size // num_attention_heads`."""
 MUP: dict[str, Any] = {
     "embedding_multiplier": 12.0,
     "logits_scaling": 8.0,
@@ -61,7 +61,7 @@ TRUNKS: dict[str, Model] = {
     "dots1-windows": _trunk("dots1", **DEEP_EXPERTS, sliding_window=6, max_window_layers=2),
     "deepseek_v2": _trunk("deepseek_v2", **V2, first_k_dense_replace=1),
     "deepseek_v2-groups": _trunk("deepseek_v2", **V2, topk_method="group_limited_greedy", n_group=3, topk_group=2),
-    # transformers zeroes the embedding of a padding token after loading this class, so the model has none.
+    # transformers zeroes a padding token's embedding after loading this class, so the model has no padding token.
     "youtu": _trunk("youtu", **LATENT, num_attention_heads=4, tie_word_embeddings=True, pad_token_id=None),
     "solar_open": _trunk("solar_open", **DEEP_EXPERTS),
     "gpt_oss": _trunk("gpt_oss", **OSS, layer_types=_windows("full", "full", "full")),
@@ -81,15 +81,15 @@ LARGER: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 8,
 }
-"""What makes another size of each, where the table has no number of its own."""
+"""Settings for another size of each, if the table has no number."""
 
 
 SQUARE = ("helium", "granitemoe", "granitemoeshared")
-"""Models whose heads together are as wide as the hidden state."""
+"""Models whose total head width equals the hidden size."""
 
 
 def larger(name: str) -> dict[str, Any]:
-    """The changes that make the larger size of a model."""
+    """Return the changes that give the larger size of a model."""
     own = {"head_dim": 8} if name in SQUARE else {}
     return {key: LARGER[key] for key in LARGER if key not in (TRUNKS | LEFT)[name].config} | own
 
@@ -105,7 +105,7 @@ LEFT: dict[str, Model] = {
         "nemotron_h", NEMOTRON, (0, 1), nemotron_depths, keys={"model_type": "nemotron_h_puzzle"}
     ),
 }
-"""Models whose layers are carried."""
+"""Models whose layers are passed through."""
 OTHERS: dict[str, Model] = {
     "gemma3_text": _trunk("gemma3_text", sliding_window=6),
     "olmo2": _trunk("olmo2"),
@@ -161,4 +161,4 @@ SEEING: dict[str, Model] = {
     "video_llava": _seeing("video_llava", "llama", "clip_vision_model"),
     "vipllava": _seeing("vipllava", "llama", "clip_vision_model"),
 }
-"""Models around a text model."""
+"""Models that contain a text model."""

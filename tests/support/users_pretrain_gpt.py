@@ -1,5 +1,7 @@
-"""A script as users of Megatron-LM have it, with Megatron's model and a forward step of its own; it knows no package
-but Megatron. test_users_script.py changes two lines of it."""
+"""A Megatron-LM user's script with Megatron's model and its own forward step; it imports only Megatron.
+
+test_users_script.py changes two lines of it.
+"""
 
 from functools import partial
 

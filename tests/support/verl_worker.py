@@ -1,11 +1,11 @@
-"""verl's Megatron engine on a CPU: three steps of a policy gradient by its `train_batch`.
+"""Run verl's Megatron engine on a CPU: three policy gradient steps with its `train_batch`.
 
     PYTHONPATH=VERL:MEGATRON_BRIDGE:REPOSITORY python tests/support/verl_worker.py FOLDER OUT
 
 VERL is the release, patched or not, and FOLDER a tiny model. The engine is built, loads the folder, and takes packed
-rows of several lengths in two microbatches, as verl's workers let it. OUT is a safetensors file: the first weights,
-log-probabilities, gradients and weights of every step, and what rollout engines are sent in the end. Packages of
-clusters that verl imports have stand-ins (AWAY).
+rows of several lengths in two microbatches, as in verl's workers. OUT is a safetensors file: the initial weights;
+log-probabilities, gradients and weights of every step; and the weights finally sent to rollout engines. Cluster
+packages that verl imports have stand-ins (AWAY).
 """
 
 import os
@@ -28,13 +28,13 @@ FUSIONS = (
     *("gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"),
     *("apply_rope_fusion", "cross_entropy_loss_fusion", "moe_permute_fusion", "moe_router_fusion"),
 )
-"""Of CUDA."""
+"""Fusions that need CUDA."""
 
 LENGTHS, PROMPT, VOCABULARY, STEPS = (12, 9, 16, 7), 4, 96, 3
 
 
 class Away(MetaPathFinder, Loader):
-    """Modules that nothing here calls."""
+    """Provide modules that nothing here calls."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         is_away = any(f"{name}.".startswith(f"{each}.") for each in AWAY)
@@ -47,7 +47,7 @@ class Away(MetaPathFinder, Loader):
 
 
 def batch_of(step: int) -> Any:
-    """Rows of several lengths without padding, as verl's trainer makes them."""
+    """Return rows of several lengths without padding, as verl's trainer creates them."""
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
 
@@ -64,7 +64,7 @@ def batch_of(step: int) -> Any:
 def main(folder: Path, out: Path) -> None:
     te_names.install()
     sys.meta_path.insert(0, Away())
-    import megatron.bridge  # noqa: F401  # before the CPU's substitutions
+    import megatron.bridge  # noqa: F401  # before the CPU stand-ins
 
     from megatron_mtp.megatron import cpu
 

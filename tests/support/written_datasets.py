@@ -1,4 +1,4 @@
-"""Indexed data sets, written to disk."""
+"""Indexed datasets, written to disk."""
 
 from pathlib import Path
 
@@ -16,6 +16,6 @@ def write_dataset(prefix: Path, documents: list[list[int]], dtype: type[np.integ
 
 
 def write_random_dataset(prefix: Path, vocabulary: int) -> str:
-    """Documents of 20 to 89 random tokens each, some 3,800 together."""
+    """Write documents of 20 to 89 random tokens each, about 3,800 in total."""
     draw = np.random.default_rng(0)
     return write_dataset(prefix, [list(draw.integers(3, vocabulary, 20 + n % 100)) for n in range(70)])

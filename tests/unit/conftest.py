@@ -1,4 +1,4 @@
-"""Makes Megatron runnable on this machine before any test is collected."""
+"""Make Megatron runnable on this machine before any test is collected."""
 
 import pytest
 from quicker import parse_sources_once
@@ -11,4 +11,4 @@ parse_sources_once()
 
 @pytest.fixture(scope="session", autouse=True)
 def _in_a_world_of_one(megatron: None) -> None:
-    """Every test here, whichever ran before."""
+    """Apply the fixture to every test here, whichever ran before."""

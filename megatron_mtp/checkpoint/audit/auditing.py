@@ -73,7 +73,7 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
     ]
     shared = [found for found in alone[0] if found.severity == WARNING and all(found in own for own in alone[1:])]
     for letter, own in zip(sides, alone, strict=True):
-        for found in own:  # what both sides have is not a difference
+        for found in own:  # findings on both sides are not differences
             both = len(sides) == 2 and found in shared
             noted = replace(found, severity=NOTE, says=f"On both sides: {found.says}")
             findings.append(noted if both else replace(found, side=letter))
@@ -185,7 +185,7 @@ def settings(a: Side, b: Side, same_head: bool) -> list[Finding]:
     """
     try:
         ours, theirs = _settings(a, b)
-    except (ValueError, AttributeError) as error:  # Megatron refuses the settings of one, or lacks them
+    except (ValueError, AttributeError) as error:  # Megatron rejects the settings of one side, or does not know them
         return [Finding("not compared", f"Settings were not compared: {str(error).rstrip('.')}.", severity=NOTE)]
     found = []
     for name in {**ours, **theirs}:

@@ -173,7 +173,7 @@ def _by_key(a: HFSide, b: HFSide, ours: list[Rule], theirs: list[Rule]) -> Itera
 
 def _usual(key: str) -> str:
     """Return one common name for a key, whatever modules saved it."""
-    if key.startswith("mtp."):  # the layer inside an MTP layer, as some versions have written it
+    if key.startswith("mtp."):  # some versions name the inner layer of an MTP layer differently
         key = re.sub(r"\.(mtp_model_layer|tf_layer)\.(?!layers\.)", ".transformer_layer.", key)
     key = key.replace(FUSED_NORM, OWN_NORM)
     key = re.sub(r"self_attention\.linear_q(kv|_down_proj)\.layer_norm_", "input_layernorm.", key)
@@ -249,7 +249,7 @@ def _by_rule(
         yield judged(name, left, right, f"{letter} is {folder.tensors[name].dtype}" if quantized else "")
 
 
-# --- what one side lacks ----------------------------------------------------------------------------------------------
+# --- parts that only one side has -------------------------------------------------------------------------------------
 
 
 def check_lacking(a: Side, b: Side, found: Pairing) -> Iterator[Finding]:
@@ -273,7 +273,7 @@ def check_lacking(a: Side, b: Side, found: Pairing) -> Iterator[Finding]:
             yield from lacking(parts, depths, layers, every, held, f" on side {letters[1]}", counts, says)
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------
+# --- values -----------------------------------------------------------------------------------------------------------
 
 
 def read_all(sides: Sequence[Side], paired: Pairing, bar: tqdm) -> list[Compared]:
@@ -289,7 +289,7 @@ def read_all(sides: Sequence[Side], paired: Pairing, bar: tqdm) -> list[Compared
             return []
 
     def look(side: Side, name: str) -> list[Compared]:
-        with suppress(*UNREADABLE):  # which the side has noted
+        with suppress(*UNREADABLE):  # the side has recorded the error
             for _ in side.pieces(name):
                 pass
         return []

@@ -186,7 +186,7 @@ def _of_carried(side: Side) -> CarriedFaults:
     if isinstance(side, HFSide):
         of_class, family = side.of_class, side.family
         if family is None or family.untrainable is None:
-            # layers of an unknown family may have further tensors
+            # layers of an unknown family may have other tensors
             return replace(_carried_faults(side, of_class, {}), left=()) if of_class else CarriedFaults()
     elif side.runs or not side.kept or side.reader is None:
         return CarriedFaults()

@@ -106,7 +106,7 @@ def _read_tensors(side: HFSide) -> None:
         side.add(what, says, severity=NOTE)
     for file in folder.side_files:
         lost = [name for name, one in folder.tensors.items() if one.file.name == file and name not in side.unread]
-        if not lost:  # what the index puts into a file that is not there
+        if not lost:  # the index lists no tensor of this file
             continue
         depths = sum(side.parts.of(name).kind == DEPTH for name in lost)
         says = f"transformers does not open '{file}', which no index lists: it holds {counted(len(lost), 'tensor')}"
@@ -131,7 +131,7 @@ def _entry(side: HFSide, folder: HFFolder, name: str) -> StoredTensor:
             side.scales[name] = fault
         return weight.decode(parts)
 
-    raw = weight.fault and weight.shape is not None  # the type says more than the nearest form
+    raw = weight.fault and weight.shape is not None  # if it fits no form, report the stored type instead
     dtype = str(folder.tensors[name].dtype).removeprefix("torch.") if raw else weight.form.name
     return StoredTensor(weight.shape, dtype, folder.bytes_of(name), decoded if weight.is_read else None)
 
@@ -148,7 +148,7 @@ def _read_drafter(side: DrafterSide) -> None:
     shapes = {one.name: one.shape for rule in form.rules() for one in rule.hf}
     lists = [name for name in form.lists if name in side.tensors and side.tensors[name].shape == shapes[name]]
     if len(lists) < len(form.lists):
-        return  # which is found by names and shapes
+        return  # the form is recognized by names and shapes, without the lists
     try:
         side.drafter = in_order(form, {name: side.read(name) for name in lists})
     except UNREADABLE as error:

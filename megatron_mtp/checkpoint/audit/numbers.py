@@ -105,7 +105,7 @@ def _sizes(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
     keys = config.keys if isinstance(config, HFConfig) else config or {}
     chooses_all = (
         first_count(keys, CHOSEN)[1] == first_count(keys, EXPERTS)[1]
-    )  # as dense models in a family of experts
+    )  # a dense model in a family of mixture-of-experts models
     for name, look in looks.items():
         if look.low is None or look.high is None:
             continue
@@ -187,7 +187,7 @@ def _zero_tokens(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
             first, last = look.zero_rows[-1]
             padding = range(first, last) if last == look.shape[0] and 2 * (last - first) < last else range(0)
             if isinstance(side, MegatronSide) and (given := side.argument("vocab_size")) is not None:
-                padding = range(given + 1, look.shape[0])  # the null tokenizer adds the end of a document
+                padding = range(given + 1, look.shape[0])  # NullTokenizer adds an end-of-document token
             lost = [str(row) for row in rows if row not in padding and row not in special]
             lost, named = (lost, f": {listed(lost)}") if len(lost) > 1 else ([], "")
         if lost:

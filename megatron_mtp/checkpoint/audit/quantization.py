@@ -169,7 +169,7 @@ def _check_promises(side: HFSide, settings: QuantizationSettings, coded: list[st
         promised = settings.promised(module_of(name))
         whole = not is_quantized(entry)
         stored = side.quantized.get(name)
-        if (stored is None and not whole) or (stored is not None and stored.fault):  # as another finding says
+        if (stored is None and not whole) or (stored is not None and stored.fault):  # reported by another finding
             continue
         if promised is None or (whole and not (name.endswith(".weight") and _leaf(name) in leaves)):
             continue

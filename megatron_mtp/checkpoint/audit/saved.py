@@ -80,7 +80,7 @@ class MegatronSide(Opened):
     @property
     def tied(self) -> bool | None:
         """Whether embedding and output layer are tied; None if no argument specifies it."""
-        shares = self.argument("share_embeddings_and_output_weights")  # as Megatron-Bridge calls it
+        shares = self.argument("share_embeddings_and_output_weights")  # Megatron-Bridge's name
         unties = self.argument("untie_embeddings_and_output_weights")
         return shares if shares is not None else None if unties is None else not unties
 

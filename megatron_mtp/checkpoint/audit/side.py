@@ -195,7 +195,7 @@ class Opened(ABC):
             self.errors[name] = str(error)
             raise
         if look is not None:
-            with self._noting:  # other slabs are read at the same time
+            with self._noting:  # other threads read other slabs of it
                 if not is_whole and (before := self.looks.get(name)) is not None:
                     look.bound(before.low, before.high)
                 self.looks[name] = look

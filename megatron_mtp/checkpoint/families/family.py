@@ -135,7 +135,7 @@ class Depths:
         """Return vLLM's name of a module, given the number of MTP layers: usually the folder's own."""
         if not self.served:
             return module
-        # vLLM counts a layer of LongCat, which has two attentions, as two
+        # vLLM counts a LongCat layer, which has two attentions, as two layers
         first = 2 * config.integer("num_layers") if config.has("num_layers") else config.integer("num_hidden_layers")
         for k in range(depths):
             own = self.prefix.format(k=k, n=first + k, model="model.")
@@ -264,7 +264,7 @@ class Family:
         if self.depths is None:
             return 0
         stored, configured = self.depths.stored(names), self.depths.configured(config)
-        if configured not in (None, stored) and inner is None:  # whose stages the same key counts
+        if configured not in (None, stored) and inner is None:  # with an inner drafter, the key counts its stages
             held = f"the tensors of {stored} depth(s)" if stored else "no tensor of an MTP layer"
             remedy = f'put "{self.depths.keys[0]}": {stored} there, since engines load no depth that is not counted'
             if stored < (configured or 0):
@@ -335,7 +335,7 @@ def class_tensors(folder: Path) -> dict[str, Shape]:
         with torch.device("meta"):
             if around is not None:
                 whole = transformers.AutoConfig.for_model(around, text_config=config.to_dict())
-                whole.vision_config.num_hidden_layers = 1  # its tensors are left out
+                whole.vision_config.num_hidden_layers = 1  # the vision tensors are discarded below
                 model = transformers.AutoModelForImageTextToText.from_config(whole)
             else:
                 model = transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
@@ -343,7 +343,7 @@ def class_tensors(folder: Path) -> dict[str, Shape]:
         if around is not None:
             state = {name: one for name, one in state.items() if _OF_TEXT.match(name)}
         found = revert_weight_conversion(model, state)
-    except Exception:  # transformers raises many kinds of errors for a config that it does not know
+    except Exception:  # transformers raises many types for an unknown config
         return {}
     count = config.n_routed_experts if getattr(config, "zero_expert_num", None) else sys.maxsize
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
@@ -360,7 +360,7 @@ def class_keys(folder: Path) -> dict[str, Any]:
     """Return the keys of a folder's config with the defaults of transformers' class, or only those of the file."""
     try:
         keys: dict[str, Any] = _class_config(folder).to_dict()
-    except Exception:  # transformers raises many kinds of errors for a config that it does not know
+    except Exception:  # transformers raises many types for an unknown config
         return dict(read_json(folder / CONFIG))
     return keys
 

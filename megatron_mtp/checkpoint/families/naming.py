@@ -42,7 +42,7 @@ def misnamed(stored: Collection[str], wanted: Iterable[str]) -> dict[str, str]:
     known = {*wanted}
     missing = {_inner(name): name for name in known if name not in stored}
     found = {name: missing[_inner(name)] for name in stored if name not in known and _inner(name) in missing}
-    others = [name for name in stored if name not in known and name not in found]  # of them some have no rules
+    others = [name for name in stored if name not in known and name not in found]  # some may have no rules
     if any(unwrapped(name) != name for name in found):
         found |= {name: unwrapped(name) for name in others if unwrapped(name) != name}
     for wrong, right in {_root(*pair) for pair in found.items()}:

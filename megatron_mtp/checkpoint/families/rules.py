@@ -274,7 +274,7 @@ class Computed:
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         (weight,) = tensors
         number = weight.double() * self.factor
-        number = (number - self.minus if self.minus else number).float()  # -0.0 - 0.0 keeps its sign by this
+        number = (number - self.minus if self.minus else number).float()  # no "- 0.0": -0.0 keeps its sign
         return [weight, number] if self.original else [number]
 
     def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:

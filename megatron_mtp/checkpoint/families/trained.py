@@ -123,7 +123,7 @@ def _split_mlp(args: Namespace) -> dict[str, Any]:
             "as this family's MTP layers need; choose --family mimo."
         )
     both = {"n_routed_experts": 2, "n_shared_experts": 2, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-    # The trunk's last layer is in that form too: vLLM refuses a GLM-4 MoE whose trunk has no experts at all.
+    # The trunk's last layer gets experts too: vLLM rejects a GLM-4 MoE without any experts in the trunk.
     sizes = {"moe_intermediate_size": args.ffn_hidden_size // 4, "first_k_dense_replace": args.num_layers - 1}
     return {**both, **sizes, "norm_topk_prob": True, "routed_scaling_factor": 2.0}
 

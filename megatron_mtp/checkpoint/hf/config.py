@@ -142,7 +142,7 @@ class HFConfig:
         chosen: dict[str, Any] = next(filter(None, nested.values()), {})
         found = {name: self.keys[name] for name in _BESIDE_ROPE if self.has(name)} | chosen
         found.setdefault("rope_type", found.get("type", "default"))
-        if found["rope_type"] == "deepseek_yarn":  # as Sarvam calls it
+        if found["rope_type"] == "deepseek_yarn":  # Sarvam's name
             found["rope_type"] = "yarn"
         if found["rope_type"] in ("llama3", "yarn", "longrope"):
             longest = self.keys.get(_ORIGINAL, found.get(_ORIGINAL, self.keys.get("max_position_embeddings")))

@@ -78,7 +78,7 @@ class Stored:
         """Size in the file."""
         if self.kind in DTYPES:
             return prod(self.shape) * self.dtype.itemsize
-        bits = re.search(r"\d+", self.kind)  # as in F6_E2M3
+        bits = re.search(r"\d+", self.kind)  # the 6 of F6_E2M3
         return prod(self.shape) * (int(bits[0]) if bits else 0) // 8
 
 
@@ -140,7 +140,7 @@ class HFFolder:
         for name, stored in found.items():
             if BUFFERS.search(name):
                 self.buffers.append(name)
-            # transformers prefers a whole file to an index, and then loads its copies
+            # transformers prefers the single file to the index, and so uses its copies
             elif home.get(name, file) != file and file.name != SINGLE:
                 self.shadowed[name] = home[name], file
             else:
@@ -171,7 +171,7 @@ class HFFolder:
         for name, weight in self.quantized.items():
             first = self._parts[next(iter(weight.parts.values()))]
             for part in weight.parts.values():
-                self.tensors.pop(part, None)  # which two faulty weights may share
+                self.tensors.pop(part, None)  # two faulty weights may share a part
             kind = first.kind if weight.shape == first.shape else KINDS[weight.dtype]
             self.tensors[name] = Stored(first.file, weight.shape or (), kind)
         for name in activation_scales(self.tensors.keys()) if self.quantized else ():
@@ -269,7 +269,7 @@ class OpenFiles(threading.local):
 
 
 def _open(file: Path) -> Any:
-    # Not mapped: pages of mapped files would count as memory of this process.
+    # Not memory-mapped: mapped pages would count as memory of this process.
     return safe_open(file, framework="pt", backend="pread")
 
 

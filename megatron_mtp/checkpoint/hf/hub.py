@@ -40,7 +40,7 @@ def local_folder(name: str | Path) -> Path:
     assert parts is not None
     try:
         return Path(snapshot_download(parts["repo"], revision=parts["revision"], allow_patterns=FILES))
-    except Exception as error:  # huggingface_hub and its HTTP library have many kinds
+    except Exception as error:  # huggingface_hub and its HTTP library raise many types
         known = (REASONS.get(kind.__name__) for kind in type(error).__mro__)
         reason = next(filter(None, known), f"{' '.join(str(error).split())[:200]}; try again, or give a folder")
         raise ValueError(f"{name} could not be downloaded from the Hugging Face Hub: {reason}.") from error

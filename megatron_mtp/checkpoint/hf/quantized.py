@@ -91,7 +91,7 @@ def quantized_weights(
     weights: dict[str, Quantized] = {}
     for name, (shape, dtype) in stored.items():
         forms = {form: weight for form in FORMS if dtype in form.types and (weight := form.weight_of(name))}
-        # a vector of integers without a scale of any form is not a weight
+        # an integer vector without a scale of any form is not a weight
         lone = dtype not in FP8 and len(shape) < 2
         if forms and not (lone and all(len(form.find(weight, stored)) == 1 for form, weight in forms.items())):
             weight, found = _fitted(name, forms, stored, numbers, read)
@@ -110,7 +110,7 @@ def _left_over(name: str, dtype: torch.dtype | None, stored: StoredParts) -> str
     if dtype is None or not dtype.is_floating_point or dtype in FP8:
         return None
     found = [f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in stored]
-    own = name_of(name, "scale")  # which other modules have too, but not of this type
+    own = name_of(name, "scale")  # other modules have a scale of this name too, but not of this type
     return next((one for one in [*found, own] if one in found or stored.get(own, ((), None))[1] == E8M0), None)
 
 
@@ -172,7 +172,7 @@ def activation_scales(names: Collection[str]) -> list[str]:
     return [n for n in found if not re.search(r"(put|activation)_\w+$", n) or ACTIVATIONS.sub(".weight", n) in names]
 
 
-# --- what a config says -----------------------------------------------------------------------------------------------
+# --- the config -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class QuantizationSettings:
         if not self.keys:
             return None
         if self.keys.get("load_in_8bit") or self.keys.get("load_in_4bit"):
-            return "bitsandbytes"  # its older files name no method
+            return "bitsandbytes"  # configs of older versions name no method
         method = str(self.keys.get("quant_method") or "an unnamed method")
         algorithm = self.keys.get("quant_algo") or "an unnamed algorithm"
         return f"{MODELOPT} {algorithm}" if method == MODELOPT else method
@@ -258,7 +258,7 @@ class QuantizationSettings:
         method, words = str(self.keys.get("quant_method")), module.split(".")
         if method == COMPRESSED:
             named = module if module in plain else None
-        else:  # lists of releases have thousands of names
+        else:  # search in the set, since releases list thousands of names
             ends = range(1, len(words) + 1)
             parts = (".".join(words[start:end]) for end in ends for start in range(end))
             named = next((part for part in parts if part in plain), None)
@@ -284,7 +284,7 @@ class QuantizationSettings:
             group = self._group_of(module)
             return [form for form in FORMS if form.scheme and _is_scheme(form.scheme, group)] if group else []
         if method.startswith(f"{MODELOPT} FP8"):
-            method = f"{MODELOPT} FP8"  # of which there are several: by tensor, by row, in blocks
+            method = f"{MODELOPT} FP8"  # its variants (per tensor, per row, per block) are told apart by the tensors
         found = [form for form in FORMS if method in form.methods]
         if method == "fp8" and isinstance(self.keys.get("weight_block_size"), list):
             found = [form for form in found if form.scheme is None or "tensor" not in form.scheme[2]]
@@ -332,7 +332,7 @@ def names(entry: str, module: str, method: str) -> bool:
     if "*" in entry and (fnmatch(module, entry) or fnmatch(module, f"{entry}.*")):
         return True
     is_regex = method != MODELOPT and not PLAIN.fullmatch(entry) and ("*" not in entry or ".*" in entry)
-    return is_regex and _matches(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", module)  # as transformers reads it
+    return is_regex and _matches(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", module)  # transformers matches it this way
 
 
 def module_of(weight: str) -> str:

@@ -102,7 +102,7 @@ def drafts_of_both(folder: Path, mcore: Path, layers: Sequence[int], prompt: Pro
     symbols = symbols_of_a_layer(getattr(model, "hybrid_layer_pattern", None))
     hooks = [model.decoder.layers[symbols * number - 1].register_forward_hook(keep(number)) for number in layers]
     steps, length = model.config.mtp_num_layers, prompt.tokens_BS.size(1)
-    place = length - steps - 1  # of a block, whose drafts' tokens before them are all in the prompt
+    place = length - steps - 1  # of a block whose previous draft tokens are all in the prompt
 
     def ours(stage: Any) -> Drafts:
         (drafted,) = stage.drafted

@@ -148,7 +148,7 @@ def prompt_of(reader: DistReader, seed: int, length: int = LENGTH) -> Prompt:
 
 def _same_order(gpt: LanguageModule, hybrid: LanguageModule) -> Check:
     """Return whether both models order their parameters, and so the optimizer's buffers, the same way."""
-    names = [  # without the layer, which has another number in the other form
+    names = [  # without the layer number, which differs between the forms
         [
             ".".join(name.split(".")[-2:]).replace("final_layernorm", "final_norm")
             for name, _ in model.named_parameters()

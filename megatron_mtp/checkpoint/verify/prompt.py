@@ -67,7 +67,7 @@ def exact_float32() -> Iterator[None]:
     TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which only sets torch's initial state; these settings take precedence.
     """
     products, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")  # sets torch.backends.cuda.matmul.allow_tf32 as well
+    torch.set_float32_matmul_precision("highest")  # also sets torch.backends.cuda.matmul.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     try:
         yield

@@ -87,7 +87,7 @@ def all_logits(
     state_BSH = (before_BSH if form.before_norm else after_BSH)[:, :length]
     for index, own in enumerate(depths):
         embedded_BSH = own.get("embedding", words_VH)[tokens_BS[:, index + 1 : index + 1 + length]]
-        inputs: list[Tensor] = []  # of the depth's final norm
+        inputs: list[Tensor] = []  # inputs of the MTP layer's final norm
         norm = judge.layers[index].post_norm or torch.nn.Identity()
         hook = norm.register_forward_hook(lambda _, args, out, kept=inputs: kept.append(args[0]))
         cache, positions_BS = MtpCache(), positions_S[:length].unsqueeze(0)
@@ -149,7 +149,7 @@ def _mtp_model(form: DepthForm, model: Any, depths: list[FolderTensors], what: s
         setattr(text, name, value)
     if "norm" not in depths[0]:
         text.chain_hidden_post_norm = False
-    if row > 1:  # the class of the trunk's last layer makes the layers of an MTP layer
+    if row > 1:  # transformers builds the layers of an MTP layer with the class of the trunk's last layer
         text.rms_norm_eps = text.layer_norm_epsilon
         decoder.layers.append(row_of(type(decoder.layers[-1]))(text.get_mtp_config(), 0))
     model._keys_to_ignore_on_load_unexpected = [rf"layers\.{first + depth}\." for depth in range(count)]
@@ -162,7 +162,7 @@ def _mtp_model(form: DepthForm, model: Any, depths: list[FolderTensors], what: s
         except RuntimeError as error:
             raise ValueError(f"{what} has MTP layers that are not what transformers' class holds: {error}") from None
     if row > 1:
-        made.config.layer_types = ["full_attention"] * count  # one word an MTP layer chooses its mask
+        made.config.layer_types = ["full_attention"] * count  # transformers picks the mask by one entry per MTP layer
     return made
 
 

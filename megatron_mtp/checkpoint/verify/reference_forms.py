@@ -67,7 +67,7 @@ def config_of(folder: Path) -> tuple[DepthForm | None, Any]:
     form = FORMS.get(keys["model_type"])
     if form is None or form.trunk_type is None:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        config.__dict__.pop("quantization_config", None)  # tensors are read as bfloat16
+        config.__dict__.pop("quantization_config", None)  # the tensors are passed in bfloat16
         return form, config if form is None else form.around(config)
     text = keys.get("text_config") or keys.get("llm_config") or keys
     kind = text.get("model_type") if form.trunk_type == "text" else form.trunk_type
@@ -304,7 +304,7 @@ def whole_config(folder: Path) -> dict[str, Any]:
     try:
         config = config_of(folder)[1]
         keys = config.to_dict()
-    except Exception:  # transformers raises many kinds of errors for a config that it does not know
+    except Exception:  # transformers raises many types for an unknown config
         return computing(read_json(folder / CONFIG))
     unknown = _unknown(config, keys)
     return computing({name: value for name, value in keys.items() if name not in unknown})
@@ -315,7 +315,7 @@ def unknown_keys(folder: Path) -> dict[str, Any]:
     try:
         config = config_of(folder)[1]
         keys = config.to_dict()
-    except Exception:  # as above
+    except Exception:  # see above
         return {}
     return {name: keys[name] for name in _unknown(config, keys)}
 

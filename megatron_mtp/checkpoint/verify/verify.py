@@ -153,7 +153,7 @@ def same_logits(
     if model.layout.depths and "depth 1" not in theirs:
         reason = f"nothing tells transformers how {model.family.title} stores its MTP layers (reference_forms.py)"
         checks.append(Check.not_made("logits of the MTP layers", reason))
-    if text is not None:  # without the random tokens after it
+    if text is not None:  # only the text, without the random tokens after it
         length, vocabulary = near_BS.size(1), theirs["trunk"].size(1)
         their, our = (_perplexity(one["trunk"][:length, :vocabulary], near_BS[0]) for one in (theirs, ours))
         same = abs(our - their) <= TOLERANCE * their
@@ -204,7 +204,7 @@ def compare(
             differ. None for no tolerance of this kind.
     """
     names = ["trunk", *sorted(name for name in theirs if name.startswith("depth "))]
-    ours = {name: ours[name][: len(theirs[name]), : theirs[name].size(1)] for name in names}  # without padding
+    ours = {name: ours[name][: len(theirs[name]), : theirs[name].size(1)] for name in names}  # drop padding
     moved = None if rounding is None else cache(rounding)
     checks = []
     for name in names:
@@ -216,7 +216,7 @@ def compare(
     if len(names) > 1:
         length = theirs["depth 1"].size(0)
         their_rate, our_rate = acceptance(theirs), acceptance(ours)
-        same = abs(their_rate - our_rate) < 1.5 / length  # one near-tie may fall the other way
+        same = abs(their_rate - our_rate) < 1.5 / length  # one near-tie may go the other way
         checks.append(Check("accepted drafts of the first depth on a prompt", our_rate, same, "transformers"))
     return checks
 
@@ -241,7 +241,7 @@ def round_trip(rules: list[Rule], folder: HFFolder, reader: DistReader) -> Check
 def _same_both_ways(rule: Rule, folder: HFFolder, reader: DistReader) -> bool:
     theirs = {tensor.name: folder.read(tensor.name) for tensor in rule.hf}
     ours = [reader.read(stored_key(piece, reader), piece.offset, piece.shape) for piece in rule.mcore]
-    if not rule.rounds:  # what was converted in another type is compared in that
+    if not rule.rounds:  # compare in the dtype of the checkpoint
         cast = Options(dtype=ours[0].dtype if ours and ours[0].is_floating_point() else None)
         theirs = {name: tensor.to(cast.cast(name, tensor.dtype)) for name, tensor in theirs.items()}
     step = RuleSides(rule, theirs, ours)

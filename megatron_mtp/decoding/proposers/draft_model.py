@@ -142,7 +142,7 @@ class DraftModel(SmallModel, Beam):
         sure_B, bild = torch.ones_like(sequences.live_B), round.config.verifier_settings
         valid: list[Tensor] = []
         for position in range(count):
-            if isinstance(bild, BildSettings):  # goes on while its best token is likely enough
+            if isinstance(bild, BildSettings):  # BiLD drafts on while the most likely token is likely enough
                 sure_B = sure_B & (logits_BV.softmax(dim=-1).amax(dim=-1) >= bild.fallback)
                 valid.append(sure_B)
             if position == count - 1:

@@ -68,14 +68,14 @@ def continuation(tokens_BW: Tensor, length_B: Tensor, shortest: int, longest: in
         token     1  2  1  2  1  2          where 4 tokens agree, so that e = 3 counts
         agree     0  2  0  4  0             drafted: what follows e = 3, which is 1, 2
     """
-    newest_B1 = length_B.clamp(max=tokens_BW.size(1)).unsqueeze(1) - 1  # a sequence that has ended may be longer
+    newest_B1 = length_B.clamp(max=tokens_BW.size(1)).unsqueeze(1) - 1  # a finished sequence may be longer
     end_W = torch.arange(tokens_BW.size(1), device=tokens_BW.device)
     longest = min(longest, end_W.numel())
     suffix_BL = tokens_BW.gather(1, (newest_B1 - end_W[:longest].flip(0)).clamp(min=0))
-    ending_BWL = pad(tokens_BW, (longest - 1, 0), value=-1).unfold(1, longest, 1)  # the tokens up to slot e
+    ending_BWL = pad(tokens_BW, (longest - 1, 0), value=-1).unfold(1, longest, 1)  # the tokens that end at slot e
     agree_BWL = (ending_BWL == suffix_BL.unsqueeze(1)) & (end_W < newest_B1).unsqueeze(2)
     agreed_BW = agree_BWL.flip(2).cumprod(dim=2).sum(dim=2)
-    end_B1 = (agreed_BW * end_W.numel() + end_W).argmax(dim=1, keepdim=True)  # the longest, and then the latest
+    end_B1 = (agreed_BW * end_W.numel() + end_W).argmax(dim=1, keepdim=True)  # the longest match, then the latest
     place_BN = end_B1 + 1 + torch.arange(count, device=tokens_BW.device)
     valid_BN = (place_BN <= newest_B1) & (agreed_BW.gather(1, end_B1) >= shortest)
     return tokens_BW.gather(1, place_BN.clamp(max=end_W.numel() - 1)) * valid_BN, valid_BN

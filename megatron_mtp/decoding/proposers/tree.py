@@ -143,7 +143,7 @@ class Grower(OneLayer):
                 taken_BF = torch.arange(count, device=level.tokens_BN.device).expand_as(level.tokens_BN)
             else:
                 taken_BF = level.scores_BN.topk(most, dim=1).indices
-            # what copies of the last one give is not used
+            # pad with copies of the last row; their output is not used
             run_BF = torch.cat([taken_BF, taken_BF[:, -1:].expand(-1, max(0, least - taken_BF.size(1)))], dim=1)
             above_BF, rows = level.rows_BN.gather(1, run_BF), slice(started, started + run_BF.size(1))
             own_FA = torch.eye(ancestors_BFA.size(2), device=states_SBH.device).bool()[rows]
@@ -174,7 +174,7 @@ class Grower(OneLayer):
         """Return candidates of rows that continue `taken_BF` of the last level above."""
         probs_BFV = self._probabilities(states_SBH, round)
         batch, rows, _ = probs_BFV.shape
-        if drawn:  # independent samples of every row
+        if drawn:  # sample independently in every row
             uniform_BN = _unused(round, above, rows * width)
             tokens_BFC = draw(probs_BFV.unsqueeze(2).expand(-1, -1, width, -1), uniform_BN.view(batch, rows, width))
         else:
@@ -307,7 +307,7 @@ class Beam(Grower):
             index_BN = _without_replacement(scores_BX, _unused(round, above, width))
         else:
             index_BN = scores_BX.topk(width, dim=1).indices
-        repeats_BN = (index_BN.unsqueeze(2) == index_BN.unsqueeze(1)).tril(-1).any(dim=2)  # where too few are possible
+        repeats_BN = (index_BN.unsqueeze(2) == index_BN.unsqueeze(1)).tril(-1).any(dim=2)  # if too few are possible
         vocabulary, scores_BN = probs_BFV.size(2), scores_BX.gather(1, index_BN).masked_fill(repeats_BN, -torch.inf)
         return Level(index_BN % vocabulary, scores_BN, index_BN // vocabulary, probs_BFV, taken_BF)
 
@@ -339,7 +339,7 @@ def _flattened(levels: list[Level]) -> tuple[Tensor, Tensor, Tensor]:
 def _likeliest(tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor, count: int) -> Draft:
     """Return the `count` nodes with the highest scores, which include all their parents, in their old order."""
     nodes = tokens_BN.size(1)
-    # A child never scores above its parent; among equals the earlier one is taken, and parents come earlier.
+    # A child never scores higher than its parent; the stable sort keeps parents first among equals.
     order_BN = scores_BN.argsort(dim=1, descending=True, stable=True)[:, : min(count, nodes)]
     kept_BN = order_BN.sort(dim=1).values
     place_BR = torch.zeros(tokens_BN.size(0), nodes + 1, dtype=torch.long, device=tokens_BN.device)

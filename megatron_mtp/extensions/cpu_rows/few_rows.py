@@ -225,7 +225,7 @@ class FewRows:
             memory = self._call(cache, sequences.tables)
             self.remember(memory, cache, sequences.tables, one.count)
         made = _Pass(self.place, ctypes.addressof(memory), one.count, one.first - 1, one.ahead, one.from_trunk)
-        made.held = memory  # until the call is over
+        made.held = memory  # keeps the memory alive during the call
         return made
 
     def room_for(self, cache: KVCache, rows: Rows, count: int) -> None:
@@ -260,7 +260,7 @@ class FewRows:
         """Return a call over these tables, for rows that the caller names."""
         common = self._common(cache, tables)
         call = _Rows.from_buffer_copy(common)
-        call.held = common  # until the call is over
+        call.held = common  # keeps the memory alive during the call
         return call
 
     def _common(self, cache: KVCache, tables: BlockTables) -> _Rows:

@@ -186,7 +186,7 @@ def _compiling(target: int) -> Iterator[list[Any]]:
     finally:
         for name, kernel in launched.items():
             setattr(triton_kernels, name, kernel)
-        driver.set_active(None)  # Triton looks for a driver again when it needs one
+        driver.set_active(None)  # Triton finds its driver again when needed
 
 
 def _kernel(target: int, compiled: Any) -> Kernel:

@@ -52,7 +52,7 @@ def parameters(args: Namespace, config: MTPModelConfig, rank: int) -> tuple[Coun
             for name, weight in model.named_parameters():
                 part = next(part for part, start in PARTS.items() if name.startswith(start))
                 tensor, expert = args.tensor_model_parallel_size, 1
-                if not getattr(weight, "allreduce", True):  # belongs to an expert
+                if not getattr(weight, "allreduce", True):  # an expert's weight
                     tensor, expert = args.expert_tensor_parallel_size, args.expert_model_parallel_size
                 pieces = expert * (tensor if getattr(weight, "tensor_model_parallel", False) else 1)
                 local[part] += weight.numel()

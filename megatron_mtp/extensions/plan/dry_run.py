@@ -62,7 +62,7 @@ def plan(argv: list[str], ranks: int) -> str:
     needed = without_libraries(config.transformer)
     config.transformer.perform_initialization = False
     total, lines = Counter[str](), list[str]()
-    # Pipeline stages are the outermost dimension of the ranks, unless a flag makes data parallelism outermost.
+    # Pipeline stages are the outermost dimension of the ranks, unless a flag makes data parallelism the outermost.
     stages, apart = args.pipeline_model_parallel_size, args.world_size // args.pipeline_model_parallel_size
     if args.use_tp_pp_dp_mapping:
         apart = args.tensor_model_parallel_size * args.context_parallel_size

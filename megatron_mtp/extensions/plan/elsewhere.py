@@ -70,7 +70,7 @@ def without_absent_files(argv: list[str], given: Namespace) -> dict[str, str]:
     named = {name: getattr(given, name) for name in FILES if getattr(given, name) is not None}
     absent = {name: path for name, path in named.items() if "://" not in path and not Path(path).exists()}
     if given.load == given.save:
-        absent.pop("load", None)  # the job starts from scratch
+        absent.pop("load", None)  # the first start has nothing to load
     for name in CHECKPOINT:
         if name in absent and given.use_checkpoint_args:
             raise ValueError(

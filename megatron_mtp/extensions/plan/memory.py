@@ -186,8 +186,8 @@ def chunked_bytes(rows: float, entries: float, line: Line, budget: int = CHUNK) 
         return 0.0
     hidden, element = line.whole("hidden_size"), line.element
     keeps_logits = rows * element <= 4 * hidden
-    beside = max(hidden, rows // 4) / 2  # positions of a chunk next to the weight gradient
-    if line.transformer_impl == "local":  # taken as a CPU run
+    beside = max(hidden, rows // 4) / 2  # positions in a chunk
+    if line.transformer_impl == "local":  # treated as a CPU run
         budget, least = CHUNK_ON_CPU, LEAST_ON_CPU / (4 * entries)
         fourth = (rows + hidden) / 4 - hidden - rows * hidden / entries
         beside = max(hidden if rows < 4 * hidden else fourth, least)

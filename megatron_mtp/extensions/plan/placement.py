@@ -150,7 +150,7 @@ def balanced(loads: Loads, depths: int, ranks: int, virtual: int, alone: bool = 
 
     Starts from an even placement and moves layers from busy chunks to idle ones as long as that helps.
     """
-    fixed = 2 if alone and depths else 0  # the chunk of MTP layers, and the chunk of losses after it
+    fixed = 2 if alone and depths else 0  # one chunk for the MTP layers and one for the losses after it
     layers, free = len(loads.layers), ranks * virtual - fixed
     counts = [layers // free + (number < layers % free) for number in range(free)] + [0] * fixed
     ends = [0.0, *accumulate(loads.layers)]

@@ -85,7 +85,7 @@ def _alone(args: Namespace) -> int:
     from megatron_mtp.extensions.predict.predict import predict
     from megatron_mtp.extensions.predict.report import as_json, as_text
 
-    with redirect_stdout(sys.stderr):  # what libraries print is not part of the answer
+    with redirect_stdout(sys.stderr):  # keep what libraries print out of the result
         case, predicted = predict(args.checkpoints[0], ENGINES[args.engine[0]], args)
     print(json.dumps(as_json(case, predicted)) if args.json else as_text(case, predicted), flush=True)
     return 0

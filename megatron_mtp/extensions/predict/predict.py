@@ -44,7 +44,7 @@ def predict(checkpoint: Path, engine: Engine, args: Namespace) -> tuple[Case, Pr
 
 def _predict_depths(source: Source, engine: Engine, args: Namespace) -> tuple[Case, Prediction]:
     """Generate with a cache, then run the MTP layers over the texts by the engine's rules."""
-    engine.feeding(source.family, 1)  # refuses a family before anything is loaded
+    engine.feeding(source.family, 1)  # rejects an unsupported family before loading
     loaded, tokenizer = load(source, args.tokenizer, args.trust_remote_code)
     model = loaded.runner.model
     check_model(model)
@@ -57,7 +57,7 @@ def _predict_depths(source: Source, engine: Engine, args: Namespace) -> tuple[Ca
     if all(sample.end <= sample.prompt + 1 for sample in samples):
         raise ValueError(DRAFTS_NOTHING)
     del loaded, model
-    gc.collect()  # the model that generates, before the one that drafts is loaded
+    gc.collect()  # free the generating model before loading the drafting one
     feeding = engine.feeding(source.family, depths)
     with _bar("drafting", len(samples)) as bar:
         found = predicted(load_model(source.checkpoint), samples, count, feeding, bar.update)

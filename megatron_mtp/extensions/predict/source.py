@@ -167,7 +167,7 @@ def accepted_of_drafter(
         done = generate(loaded.runner, batch, new, speculative=config, stop_ids=ends)
         stats, made = stats + done.stats, made + sum(map(len, done.token_ids))
         progress(len(batch))
-    return replace(stats, target_forwards=sum(stats.offered_at[:1])), made  # those that had a draft
+    return replace(stats, target_forwards=sum(stats.offered_at[:1])), made  # count only forwards with a draft
 
 
 def _batches(prompts: list[list[int]]) -> Iterator[list[list[int]]]:

@@ -115,7 +115,7 @@ def prove(tiny: Tiny, cases: Sequence[Case], skipped: dict[str, str], megatron: 
     Raises:
         ValueError: Megatron cannot be imported.
     """
-    torch.set_num_threads(1)  # the products are too tiny for threads
+    torch.set_num_threads(1)  # the matrices are too small for threads
     with (
         tempfile.TemporaryDirectory(prefix="prove-") as name,
         _ranks(tiny, cases, megatron, seconds, Path(name)) as told,
@@ -236,7 +236,7 @@ class Judge:
     def __init__(self, tiny: Tiny) -> None:
         self.tiny = tiny
         self.alone: dict[Any, tuple[Expected, Expected]] = {}  # results of one process, with and without MTP
-        self.foreign = ""  # why eq. 21-25 do not describe the model
+        self.foreign = ""  # why eq. 21-25 do not apply to the model
         self.candidates: dict[int, list[Hypothesis]] = {}
         self.tried: list[Hypothesis] = []
 

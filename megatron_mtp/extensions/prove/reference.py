@@ -146,7 +146,7 @@ class Microbatch:
             for start, end in pairwise(self.bounds):
                 after[end - 1] = start
         if how == "true offsets":
-            after[ends[how][-1] :] = torch.arange(ends[how][-1], size)  # the rest stays in place
+            after[ends[how][-1] :] = torch.arange(ends[how][-1], size)  # the remaining positions stay in place
         return after
 
     def _following_on_ranks(self) -> Tensor:

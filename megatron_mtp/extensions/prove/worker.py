@@ -42,7 +42,7 @@ GRACE = 3.0
 """Seconds that other ranks have to fail on their own after one has failed."""
 
 
-# --- a tiny model of Megatron's --------------------------------------------------------------------------------------
+# --- a tiny Megatron model -------------------------------------------------------------------------------------------
 
 
 def config_of(job: dict[str, Any], case: dict[str, Any]) -> Any:
@@ -85,7 +85,7 @@ def model_of(job: dict[str, Any], config: Any) -> Any:
         return hybrid_model_of(sizes, config)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     whole = spec
-    if not getattr(spec, "layer_specs", None):  # a stage without layers: MTP layers use the spec of the trunk's last
+    if not getattr(spec, "layer_specs", None):  # stage without layers: use the last layer's
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 
         whole = get_gpt_decoder_layer_specs(config, False, config.normalization)[-1]
@@ -315,7 +315,7 @@ def gradients_of(model: Any, shards: Shards, tied: bool) -> tuple[dict[str, Tens
     own = []
     for own_name, parameter in model.named_parameters():
         if own_name == "output_layer.weight" and tied and hasattr(model, "embedding"):
-            continue  # the MTP layers' embedding is the output weight here; this copy is not used
+            continue  # tied: the embedding of the MTP stage is the output weight, and this copy is unused
         name = name_of(own_name, model, tied)
         gradient = parameter.main_grad if parameter.main_grad is not None else parameter.grad
         own.append((name, shards.dim(name, parameter), shards.rank, gradient.detach().clone()))
@@ -476,7 +476,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     stand_ins.stand_in()
     import megatron.core
-    from megatron.core.models.gpt import gpt_layer_specs, gpt_model  # noqa: F401  # import once for all forked ranks
+    from megatron.core.models.gpt import gpt_layer_specs, gpt_model  # noqa: F401  # imported once, before forking the ranks
     from megatron.core.transformer import multi_token_prediction
 
     stand_ins.stand_in_in_megatron()

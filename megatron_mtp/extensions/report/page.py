@@ -121,7 +121,7 @@ def _headline(run: RunFolder, is_alone: bool) -> str:
 def _charts(runs: list[RunFolder]) -> str:
     made = []
     for kind, title, figure in charts(runs):
-        drawing = figure.to_json()  # without a "<", so that no text ends the script element
+        drawing = figure.to_json()  # contains no "<", so it cannot end the script element
         made.append(
             f"<figure><figcaption>{escape(title)}</figcaption>"
             f'<div class="chart" role="img" aria-label="{escape(title)} over training steps"'

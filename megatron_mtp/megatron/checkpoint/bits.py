@@ -10,7 +10,7 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
         return False
     pair = [tensor.detach().contiguous().reshape(-1) for tensor in (one, other)]
     places = [number * each.element_size() for each in pair for number in (each.numel(), each.storage_offset())]
-    kind = torch.uint8 if any(place % 8 for place in places) else torch.int64  # words are compared six times as fast
+    kind = torch.uint8 if any(place % 8 for place in places) else torch.int64  # 8-byte words compare six times as fast
     return torch.equal(*(each.view(kind) for each in pair))
 
 

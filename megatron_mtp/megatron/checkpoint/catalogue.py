@@ -47,7 +47,7 @@ _CLASSES = {
         "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.distributed.checkpoint.planner": {  # of --ckpt-assume-constant-structure
+    "torch.distributed.checkpoint.planner": {  # written under --ckpt-assume-constant-structure
         "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
     },
     "torch": {"Size", *(str(dtype).removeprefix("torch.") for dtype in (
@@ -71,13 +71,13 @@ def read_catalogue(folder: Path) -> "Metadata":
         metadata = load_catalogue(io.BytesIO(content))
     except FileNotFoundError:
         raise ValueError(f"{folder / CATALOGUE} is missing; give another checkpoint.") from None
-    except Exception as error:  # damaged bytes can make a pickle raise anything
+    except Exception as error:  # unpickling damaged bytes can raise any type
         said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise ValueError(f"{folder / CATALOGUE} is not a catalogue of a checkpoint: {said}.") from None
     try:
         record = json.loads((folder / CHECKSUMS).read_text())
         differs = record["save_id"] == save_id_of(metadata) and record["catalogue"] != zlib.crc32(content)
-    except (OSError, ValueError, TypeError, KeyError):  # it is not there, or a kill or a full disk has cut it short
+    except (OSError, ValueError, TypeError, KeyError):  # missing, or truncated by a kill or a full disk
         differs = False
     if differs:
         raise ValueError(f"{folder / CATALOGUE} is damaged: it does not have the checksum in {CHECKSUMS}.")

@@ -163,7 +163,7 @@ class DistReader:
     def _slab(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         out = torch.empty(shape, dtype=self.dtype(key))
         whole = self._chunks.get((key, offset))
-        if whole is not None and tuple(whole.sizes) == shape:  # one expert of many: do not search all their chunks
+        if whole is not None and tuple(whole.sizes) == shape:  # one expert of many: skip the search through all chunks
             start = torch.Size([0] * len(shape))
             index = MetadataIndex(key, whole.offsets)
             items = [ReadItem(LoadItemType.TENSOR, index, start, index, start, whole.sizes)]

@@ -12,7 +12,7 @@ from megatron_mtp.megatron.checkpoint.catalogue import CATALOGUE, CHECKSUMS, loa
 def seal(folder: Path) -> None:
     """Write the checksum of the metadata that has just been written to an iteration's folder."""
     if not (folder / CATALOGUE).is_file():
-        return  # the checkpoint is in a store that Megatron reaches over the network
+        return  # the checkpoint is in a remote store
     content = (folder / CATALOGUE).read_bytes()
     save_id = save_id_of(load_catalogue(io.BytesIO(content)))
     (folder / CHECKSUMS).write_text(json.dumps({"save_id": save_id, "catalogue": zlib.crc32(content)}) + "\n")

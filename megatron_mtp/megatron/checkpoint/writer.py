@@ -56,10 +56,10 @@ def write_chunk(
     start, summed = stream.tell(), Summed(stream)
     own = tensor.contiguous()
     if own.untyped_storage().nbytes() != own.numel() * own.element_size():
-        own = own.clone()  # torch.save would write the whole storage of a view
+        own = own.clone()  # torch.save writes the whole storage of a view
     try:
         torch.save(own, cast(IO[bytes], summed))
-    except RuntimeError as error:  # torch hides the OSError behind a failure to close the archive
+    except RuntimeError as error:  # torch hides the OSError behind a RuntimeError from closing the archive
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -116,7 +116,7 @@ def write_catalogue(
     file = "__common_0.distcp"
     with open(folder / file, "wb") as stream:
         places = {COMMON: _append(stream, file, _pickled([common]))}
-        places |= dict.fromkeys(_kernel_states(tensors), _append(stream, file, _pickled([None])))  # one for all
+        places |= dict.fromkeys(_kernel_states(tensors), _append(stream, file, _pickled([None])))  # all share one entry
         places |= {key: _append(stream, file, held) for key, held in objects.items()}
         synced(stream)
     for name, place in places.items():

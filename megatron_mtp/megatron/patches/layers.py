@@ -73,7 +73,7 @@ def routers_of(args: Namespace) -> int:
     else:
         frequency, layers = args.moe_layer_freq, range(args.num_layers)
         has_experts = frequency if isinstance(frequency, list) else [layer % frequency == 0 for layer in layers]
-        trunk, of_depth = sum(has_experts), int(has_experts[-1])  # MTP layers have the trunk's last layer
+        trunk, of_depth = sum(has_experts), int(has_experts[-1])  # MTP layers have the last layer's type
     depths_apart = 1 if args.mtp_use_repeated_layer else args.mtp_num_layers or 0
     is_frozen = getattr(args, "mtp_train_only", False)
     return max(1, (0 if is_frozen else trunk) + of_depth * depths_apart)
@@ -121,7 +121,7 @@ def fused_where_possible(init: Initializer) -> Initializer:
             own = copy.copy(config)
             own.gradient_accumulation_fusion = False
         init(layer, *sizes, config=own, **settings)
-        layer.config = config  # what Megatron changes in it later counts here too
+        layer.config = config  # Megatron may change `config` later, and the layer must see it
 
     return make
 
@@ -134,10 +134,10 @@ def import_helpers() -> None:
 
     The wheel includes the compiled `helpers_cpp`. A checkout of Megatron-LM has the Makefile and compiles as usual.
     """
-    from megatron.core.datasets import helpers_cpp  # noqa: F401  (an ImportError here names what is missing)
+    from megatron.core.datasets import helpers_cpp  # noqa: F401  (raises ImportError if it is missing)
 
 
-# --- probes: is the fault there? -------------------------------------------------------------------------------------
+# --- probes: is the bug present? -------------------------------------------------------------------------------------
 
 
 def compiles_without_makefile(compile_helpers: Function) -> bool:

@@ -123,7 +123,7 @@ def _answer(probe: Probe, original: Any) -> bool | None:
     try:
         with torch.compiler.set_stance("force_eager"):
             return probe(original)
-    except Exception:  # the function is another one than the probe knows
+    except Exception:  # the probe does not know this version of the function
         return None
 
 
@@ -136,9 +136,9 @@ def is_known(patch: Patch) -> bool:
 def installed(package: str) -> str:
     """Return the imported version of a package, or 0. A checkout of Megatron takes precedence over the distribution."""
     if package == "megatron-core" and (spec := importlib.util.find_spec("megatron.core")) and spec.origin:
-        about = Path(spec.origin).with_name("package_info.py")  # read by itself: the package takes seconds to import
+        about = Path(spec.origin).with_name("package_info.py")  # run directly: importing the package takes seconds
         version: str = runpy.run_path(str(about))["__version__"]
-        return version.partition("+")[0]  # behind it is the commit of whatever repository the file lies in
+        return version.partition("+")[0]  # the suffix is the commit of whatever repository encloses the file
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -57,7 +57,7 @@ def with_checksum(write_item: Callable[..., Any]) -> Callable[..., Any]:
     return write
 
 
-# --- probes: is the fault there? -------------------------------------------------------------------------------------
+# --- probes: is the bug present? -------------------------------------------------------------------------------------
 
 
 class Planted:

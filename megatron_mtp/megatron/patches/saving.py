@@ -97,7 +97,7 @@ def end_with_parent(parent: int) -> None:
     if prctl is None:
         return
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent had ended before the call
+    if os.getppid() != parent:  # the parent exited before prctl took effect
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -137,7 +137,7 @@ def without_gaps(state_of: Callable[..., Any]) -> Callable[..., Any]:
 if TYPE_CHECKING:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 else:
-    DistributedOptimizer = object  # the table of patches is read without importing Megatron
+    DistributedOptimizer = object  # keeps the table of patches importable without Megatron
 
 
 class _Resumable(DistributedOptimizer):
@@ -201,7 +201,7 @@ def _zero_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.data))
 
 
-# --- stages without anything to train --------------------------------------------------------------------------------
+# --- stages without trainable parameters -----------------------------------------------------------------------------
 
 
 def with_stubs(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:
@@ -322,7 +322,7 @@ def _new_state(parameters: dict[str, torch.Tensor], entry: Any) -> Any:
     return LocalNonpersistentObject(torch.zeros_like(parameter, dtype=entry.data.dtype))
 
 
-# --- probes: is the fault there? -------------------------------------------------------------------------------------
+# --- probes: is the bug present? -------------------------------------------------------------------------------------
 
 
 def keeps_mark(save: Function) -> bool | None:

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034  # the jobs read the arrays
-# The shape of Moonlight-16B-A3B, a small DeepSeek-V3 (latent attention, 64 experts of which 6 and 2 shared ones work on
-# a token), with one depth: the experts are spread over 8 ranks, so 8, 16, 32, ... GPUs. Its epsilon is 1e-6, not 1e-5:
-# transformers has 1e-6 inside latent attention, and Megatron and vLLM that of the flag.
+# The shape of Moonlight-16B-A3B, a small DeepSeek-V3 (latent attention, 64 experts, 6 per token, 2 shared), with one
+# MTP layer. Expert parallel over 8 ranks: use 8, 16, 32, ... GPUs. The norms' epsilon is 1e-6 instead of 1e-5, because
+# transformers always uses 1e-6 inside latent attention; Megatron and vLLM use the configured value.
 : "${DATA:=data/corpus}" "${TOKENIZER:=models/Moonlight-16B-A3B}" "${HF_MODEL:=models/Moonlight-16B-A3B}"
 : "${FAMILY:=deepseek_v3}"
 : "${DEPTHS:=1}" "${SEQUENCE:=4096}" "${MICRO_BATCH:=1}" "${GLOBAL_BATCH:=1024}"

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034  # the jobs read the arrays
-# The shape of Nemotron-H-8B (arXiv:2504.03624): 24 layers of Mamba-2, 24 of MLP and 4 of attention, with one depth of
-# attention and MLP. Tensor parallel over 2 ranks, so 2, 4, 8, ... GPUs with mamba_ssm and causal_conv1d.
+# The shape of Nemotron-H-8B (arXiv:2504.03624): 24 Mamba-2, 24 MLP and 4 attention layers, and one MTP layer of
+# attention and MLP. Tensor parallel over 2 ranks: use 2, 4, 8, ... GPUs, with mamba_ssm and causal_conv1d.
 : "${DATA:=data/corpus}" "${TOKENIZER:=models/Nemotron-H-8B-Base-8K}" "${HF_MODEL:=models/Nemotron-H-8B-Base-8K}"
 : "${DEPTHS:=1}" "${SEQUENCE:=8192}" "${MICRO_BATCH:=1}" "${GLOBAL_BATCH:=768}"
 : "${STEPS:=100000}" "${SAVE_INTERVAL:=500}"

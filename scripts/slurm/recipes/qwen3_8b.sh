@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034  # the jobs read the arrays
-# The shape of Qwen3-8B with one depth: 2 ranks of a node share every layer, so 2, 4, 8, ... GPUs.
+# The shape of Qwen3-8B with one MTP layer. Tensor parallel over 2 ranks: use 2, 4, 8, ... GPUs.
 : "${DATA:=data/corpus}" "${TOKENIZER:=models/Qwen3-8B}" "${HF_MODEL:=models/Qwen3-8B}" "${FAMILY:=glm4_moe}"
 : "${DEPTHS:=1}" "${SEQUENCE:=4096}" "${MICRO_BATCH:=1}" "${GLOBAL_BATCH:=512}"
 : "${STEPS:=100000}" "${SAVE_INTERVAL:=500}"

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034  # the jobs read the arrays
-# The shape of SmolLM2-135M with two depths: 1, 2, 4, ... 64 GPUs.
+# The shape of SmolLM2-135M with two MTP layers: use 1, 2, 4, ... 64 GPUs.
 : "${DATA:=data/corpus}" "${TOKENIZER:=models/SmolLM2-135M}" "${HF_MODEL:=models/SmolLM2-135M}" "${FAMILY:=glm4_moe}"
 : "${DEPTHS:=2}" "${SEQUENCE:=2048}" "${MICRO_BATCH:=8}" "${GLOBAL_BATCH:=512}"
 : "${STEPS:=100000}" "${SAVE_INTERVAL:=1000}"

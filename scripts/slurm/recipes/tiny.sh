@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034  # the jobs read the arrays
-# A GPT of two layers on made-up tokens, for a look at the jobs: a CPU trains it in seconds.
+# A GPT of two layers on synthetic tokens, to try out the jobs: a CPU trains it in seconds.
 : "${HF_MODEL:=models/tiny}" "${FAMILY:=glm4_moe}"
 : "${DEPTHS:=2}" "${STEPS:=40}" "${SAVE_INTERVAL:=20}" "${MICRO_BATCH:=2}" "${GLOBAL_BATCH:=4}"
 : "${LR:=1e-3}" "${SEED:=1234}"

@@ -1,4 +1,4 @@
-"""Compiled code is built once, whole or not at all; without a compiler drafting goes on, and says so."""
+"""Compiled code is built once, completely or not at all; without a compiler, drafting continues with a warning."""
 
 import ctypes
 import multiprocessing
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty cache, nothing loaded, and a source that compiles in a moment."""
+    """Provide an empty cache, nothing loaded, and a source that compiles in a moment."""
     source = tmp_path / "few_rows.cpp"
     source.write_text('extern "C" int answer() { return 42; }\n')
     monkeypatch.setattr(compiled, "SOURCE", source)
@@ -34,7 +34,7 @@ def with_compiler() -> None:
 
 @pytest.fixture
 def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was logged, whatever other tests have done to the level of logs."""
+    """Return logged messages, whatever log level other tests have set."""
     said: list[str] = []
     monkeypatch.setattr(compiled._logger, "warning", lambda text, *values: said.append(text % values))
     return said

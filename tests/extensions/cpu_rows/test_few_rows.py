@@ -1,4 +1,4 @@
-"""Few rows in compiled code are what the modules compute: for any rows, masks and kinds of layers that it takes."""
+"""Few rows in compiled code match the modules, for all rows, masks and kinds of layers that it supports."""
 
 import ctypes
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ LEFT: dict[str, tuple[str, dict[str, Any]]] = {
     "biases": ("bias-ungated-qknorm", {}),
     "another gated activation": ("gqa", {"activation_func": torch.nn.functional.gelu}),
 }
-"""Kinds with modules that the compiled code does not know."""
+"""Models with modules that the compiled code does not support."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def compiler() -> None:
 
 @pytest.fixture(autouse=True)
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other products are torch's own, whatever is faster."""
+    """Use torch for all other products, without timing them."""
     monkeypatch.setattr(products, "fastest", lambda *_: "own")
 
 
@@ -64,7 +64,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Runner, Runner]:
 
 
 def both(kind: str, dtype: torch.dtype, **changes: Any) -> tuple[Runner, Runner]:
-    """The same model with compiled code and without."""
+    """Return the same model with and without compiled code."""
     model = model_of(kind, dtype=dtype, **changes)
     for module in model.modules():
         if isinstance(module, PortableNorm) and module.centered:
@@ -79,14 +79,14 @@ def both(kind: str, dtype: torch.dtype, **changes: Any) -> tuple[Runner, Runner]
 
 
 def compiled_stacks(runner: Runner) -> list[bool]:
-    """Whether few rows of the trunk and of each MTP layer run in compiled code."""
+    """Return whether few rows of the trunk and of each MTP layer run in compiled code."""
     backend = runner.backend
     stacks = backend.few_rows if isinstance(backend, CpuRows) else [None] * len(backend.stacks)
     return [one is not None for one in stacks]
 
 
 class Forwards:
-    """Forwards of one runner over one batch: the trunk's logits and a depth's, as they come."""
+    """Forward passes of one runner over one batch: logits of the trunk and of an MTP layer."""
 
     def __init__(self, runner: Runner, batch: int) -> None:
         self.runner, self.batch = runner, batch
@@ -101,12 +101,12 @@ class Forwards:
 
 def tokens_of(batch: int, rows: int) -> Tensor:
     generator = torch.Generator().manual_seed(rows)
-    return torch.randint(VOCABULARY, (batch, rows + 1), generator=generator)[:, 1:]  # a view, as drafting gives
+    return torch.randint(VOCABULARY, (batch, rows + 1), generator=generator)[:, 1:]  # a view, as in drafting
 
 
 def chains(batch: int) -> Iterator[tuple[Tensor, Rows]]:
-    """Growing texts of different lengths: a long prompt, then fewer rows; a text ends."""
-    first_B = torch.arange(batch) - batch + 1  # the others begin with padding
+    """Yield growing sequences of different lengths: a long prompt, then fewer rows; a sequence ends."""
+    first_B = torch.arange(batch) - batch + 1  # the others start with padding
     for number in (MOST_ROWS // batch + 1, 1, 2, 3, 4, 5, 8, 16, MOST_ROWS // batch):
         window = min(int(first_B.max()) + number, SLOTS)
         live_BR = (torch.arange(batch) < 2).unsqueeze(1).expand(-1, number) if number == 4 else None
@@ -183,7 +183,7 @@ def test_a_round_of_one_call_leaves_what_its_parts_leave(pair: tuple[Runner, Run
 
 
 def drafts_of(runner: Runner, texts: int, settings: dict[str, Any]) -> list[list[Any]]:
-    """The tokens of every draft before any of the texts has ended."""
+    """Return the tokens of every draft before any sequence has ended."""
     drafts = list[list[Any]]()
     with pytest.MonkeyPatch.context() as patch:
 
@@ -212,7 +212,7 @@ def test_bfloat16_differs_by_its_rounding() -> None:
 def test_a_row_does_not_depend_on_the_rows_beside_it(
     dtype: torch.dtype, vectors: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also on a CPU without AVX-512, whose rows are taken in other blocks."""
+    """On a CPU without AVX-512 too, which processes rows in blocks of a different size."""
     if vectors != "native":
         if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
             pytest.skip(f"this CPU does not run code for {vectors}; run it on one with AVX2")

@@ -1,4 +1,4 @@
-"""Few rows of hybrid stacks in compiled code, and by short layers, are what the modules compute."""
+"""Few rows of hybrid stacks, in compiled code and with short layers, match the modules."""
 
 from collections.abc import Iterator
 from itertools import cycle
@@ -37,7 +37,7 @@ TAKEN: dict[str, tuple[str, dict[str, Any]]] = {
     "parallel heads": ("MG-/M-/M-", {"architecture": "parallel"}),
 }
 WAYS = {"compiled": {}, "short layers": {"compiled": False}, "modules": {"compiled": False, "short": False}}
-"""How a runner computes few rows."""
+"""Ways to run few rows."""
 
 
 def runner_of(kind: str, way: str, dtype: torch.dtype = torch.float32) -> Runner:
@@ -59,8 +59,8 @@ def tokens_of(batch: int, rows: int) -> Tensor:
 
 
 def chains(batch: int) -> Iterator[tuple[Tensor, Rows]]:
-    """Texts of different lengths that grow and go back; slots end several times; a text ends."""
-    first_B = torch.arange(batch) - batch + 1  # the others begin with padding
+    """Yield sequences of different lengths that grow and roll back; slots run out several times; a sequence ends."""
+    first_B = torch.arange(batch) - batch + 1  # the others start with padding
     counts = [MOST_ROWS // batch + 1, *[1, 2, 5, 3] * 12, 17, MOST_ROWS // batch, *[4] * 30]
     for number, count in enumerate(counts):
         window = min(int(first_B.max()) + count, SLOTS)
@@ -71,7 +71,7 @@ def chains(batch: int) -> Iterator[tuple[Tensor, Rows]]:
 
 @torch.inference_mode()
 def logits_of(target: Runner, steps: Iterator[tuple[Tensor, Rows]], batch: int) -> Iterator[Tensor]:
-    """Of the trunk and of every depth, as the rows come."""
+    """Yield logits of the trunk and of every MTP layer for each step."""
     cache = KVCache(target.trunk_layers, runs(batch, SLOTS))
     depth_caches = [KVCache(target.depth_layers, runs(batch, SLOTS)) for _ in range(target.depths)]
     for tokens_BR, rows in steps:
@@ -84,13 +84,13 @@ def logits_of(target: Runner, steps: Iterator[tuple[Tensor, Rows]], batch: int) 
 
 
 def counted(logits_BRV: Tensor, rows: Rows) -> Tensor:
-    """Without padding."""
+    """Remove padding."""
     return logits_BRV[rows.slots_BR != SLOTS]
 
 
 @pytest.mark.parametrize("kind", tiered(TAKEN, ("norms around zero, one group",)))
 def test_logits_are_those_of_the_modules(kind: str) -> None:
-    """Against float64, where rounding moves the logits of some of these models by 1e-5: as near as the modules are."""
+    """Against float64, as close as the modules: rounding moves the logits of some of these models by 1e-5."""
     runners = {way: runner_of(kind, way) for way in WAYS}
     exact = runner_of(kind, "modules", torch.float64)
     for batch in (1, 3):
@@ -106,7 +106,7 @@ def test_logits_are_those_of_the_modules(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", tiered(TAKEN, ("all kinds",)))
 def test_texts_and_drafts_are_those_of_the_modules(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than the slots of recurrent layers; depths in one call draft what they do one by one."""
+    """Longer than the slots of recurrent layers; MTP layers in a single call draft the same as one by one."""
     ours, theirs = (runner_of(kind, way) for way in ("compiled", "modules"))
     methods = ["mtp", "mtp_eagle"] if ours.sequential else ["parallel_heads"]
     settings = [{"method": method, "num_speculative_tokens": 1} for method in methods]
@@ -119,7 +119,7 @@ def test_texts_and_drafts_are_those_of_the_modules(kind: str, monkeypatch: pytes
 
 
 def test_depths_with_states_run_in_every_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where depth 1 alone drafts for a while, depth 2 has not fallen behind: its drafts are those of depth by depth."""
+    """While only depth 1 drafts, depth 2 does not fall behind: its drafts equal those computed depth by depth."""
     drafts = list[Any]()
     for at_once in (True, False):
         order = cycle([1, 1, 1, 2, 2])
@@ -134,7 +134,7 @@ def test_depths_with_states_run_in_every_draft(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.matrix
 def test_bfloat16_is_as_near_to_exact_values_as_the_modules() -> None:
-    """To float64 with the same weights. A single logit may be off by a tenth of the largest in either."""
+    """Compared to float64 with the same weights. In either, a single logit may be off by a tenth of the largest."""
     ours, theirs = (runner_of("wider than a vector", way, torch.bfloat16) for way in ("compiled", "modules"))
     exact = runner_of("wider than a vector", "modules", torch.float64)
     for weight, rounded in zip(exact.model.parameters(), ours.model.parameters(), strict=True):
@@ -161,7 +161,7 @@ def test_rows_before_the_first_leave_no_trace() -> None:
 
 
 def test_other_layers_leave_their_stack_to_modules() -> None:
-    """Experts are not compiled; the layers around them are short."""
+    """Experts are not compiled; the layers around them are short layers."""
     target = Runner(drafting_hybrid("M*E-/M-", torch.float32))
     assert compiled_stacks(target) == [False, True]
     assert [short is not None for short in target.backend.stacks[0].short] == [True, True, False, True]

@@ -1,4 +1,4 @@
-"""A product is that of the weight, whichever way it goes; and which way it goes is found by timing."""
+"""Every implementation of a product matches the weight, and timing selects the implementation."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Threads of compiled code: fewer while they are held up, more again after a pause."""
+"""Threads of compiled code: fewer while they are delayed, more again after a pause."""
 
 import ctypes
 
@@ -10,7 +10,7 @@ from megatron_mtp.extensions.cpu_rows.threads import FIRST_PAUSE, HELD_UP, LONGE
 
 @pytest.fixture
 def team(monkeypatch: pytest.MonkeyPatch) -> Team:
-    """Of eight threads, which torch has as well."""
+    """Return a team of eight threads, as many as torch has."""
     given = [8]
     monkeypatch.setattr(torch, "get_num_threads", lambda: given[-1])
     monkeypatch.setattr(torch, "set_num_threads", given.append)
@@ -18,7 +18,7 @@ def team(monkeypatch: pytest.MonkeyPatch) -> Team:
 
 
 def window(team: Team, now: float, held_up: float) -> int:
-    """The size after a window of calls in which threads were held up for this part of the time; torch has the same."""
+    """Return the size after a window of calls with this fraction of delays; torch must have the same."""
     for _ in range(4):
         team.learn(now, WINDOW / 4, held_up * WINDOW / 4)
     assert torch.get_num_threads() == team.size

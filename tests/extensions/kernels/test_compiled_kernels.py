@@ -1,4 +1,4 @@
-"""What the compiler makes of the losses' kernels, beside the record; occupancy; the times that are predicted."""
+"""Compiled loss kernels compared with the record; occupancy; predicted times."""
 
 import json
 import re
@@ -23,7 +23,7 @@ AS_MEANT = f"if it is meant, run `megatron-mtp doctor --kernels --json > {RECORD
 
 
 def worse(made: Iterable[Kernel]) -> list[str]:
-    """Kernels that spill more than those of the record, or fill less of a multiprocessor."""
+    """Return kernels that spill more than those of the record, or have lower occupancy."""
     recorded = {(one["name"], one["target"]): one for one in json.loads(RECORD.read_text(encoding="utf-8"))["kernels"]}
     found = []
     for kernel in made:
@@ -76,7 +76,7 @@ def test_the_record_has_every_kernel_and_card() -> None:
     ],
 )
 def test_occupancy(target: int, registers: int, shared: int, warps: int, expected: tuple[float, str]) -> None:
-    """By hand; 16 warps of 255 registers do not start at all."""
+    """Computed by hand; 16 warps of 255 registers do not start at all."""
     assert CARDS[target].occupancy(registers, shared, warps) == expected
 
 
@@ -86,7 +86,7 @@ def test_bytes_of_a_logit_are_those_of_the_design() -> None:
 
 
 def test_the_record_of_ce_predicts_the_other_losses() -> None:
-    """docs/explanation/evidence_gpu.md: milliseconds of an H200; `ce` alone calibrates."""
+    """docs/explanation/evidence_gpu.md: milliseconds on an H200; only `ce` calibrates."""
     page = DOCUMENTS["docs/explanation/evidence_gpu.md"].read_text(encoding="utf-8")
     rate = tables.rate_seen()
     for name, seconds in SEEN.items():

@@ -1,4 +1,4 @@
-"""Launch lines whose plans tests look at, from published scripts and from those of `launch_lines.py`."""
+"""Launch lines whose plans are tested, from published scripts and from `launch_lines.py`."""
 
 from launch_lines import LINES
 
@@ -6,14 +6,14 @@ from megatron_mtp.extensions.plan.launch import Line, read
 
 
 def words_of(name: str, more: str = "") -> list[str]:
-    """A launch line of `launch_lines.py` with its depths, and further flags."""
+    """Return a launch line of `launch_lines.py` with its MTP layers and additional flags."""
     line = LINES[name]
     depths = "" if "--hybrid-layer-pattern" in line.mended else f"--mtp-num-layers {line.depths}"
     return f"{line.mended} --vocab-size {line.vocabulary} {depths} {more}".split()
 
 
 def line_of(name: str, more: str = "") -> Line:
-    """The same, read."""
+    """Return the same, parsed."""
     return read(words_of(name, more))
 
 
@@ -26,4 +26,4 @@ LARGE = {
     "glm4.5": ("", (256, 512, 1024, 2048)),
     "qwen3-next-80b-a3b-hybrid": (QWEN3_NEXT_IN_STAGES, (256, 512, 1024)),
 }
-"""Published lines of DeepSeek-V3, GLM-4.5 and Qwen3-Next, changed flags, and numbers of GPUs."""
+"""Published launch lines of DeepSeek-V3, GLM-4.5 and Qwen3-Next, with changed flags and numbers of GPUs."""

@@ -1,4 +1,4 @@
-"""A training step that writes down the order of Megatron's forwards and backwards on this rank, as JSON."""
+"""A training step that writes the order of Megatron's forward and backward passes on this rank as JSON."""
 
 import json
 import os

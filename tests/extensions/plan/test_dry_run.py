@@ -1,4 +1,4 @@
-"""train --dry-run: a plan needs neither a GPU, nor libraries of GPUs, nor files that lie on the cluster."""
+"""train --dry-run: a plan needs neither a GPU, nor GPU libraries, nor files on the cluster."""
 
 import sys
 from collections.abc import Iterator
@@ -30,12 +30,12 @@ SPARSE = (
 
 
 _all = partial(pytest.param, marks=pytest.mark.matrix)
-"""A case that runs with --all alone."""
+"""A case that runs only with --all."""
 
 
 @pytest.fixture(autouse=True)
 def _job(monkeypatch: pytest.MonkeyPatch, megatron: None) -> Iterator[None]:
-    """A plan has process groups of its own, and sets the environment of a job."""
+    """Restore process groups and the job environment that a plan sets."""
     import torch
     from megatron.core import parallel_state
     from megatron_single import join_world_of_one
@@ -49,13 +49,13 @@ def _job(monkeypatch: pytest.MonkeyPatch, megatron: None) -> Iterator[None]:
 
 
 def planned(flags: str, monkeypatch: pytest.MonkeyPatch, ranks: int = 8) -> list[str]:
-    """The lines of a plan."""
+    """Return the lines of a plan."""
     monkeypatch.setattr(sys, "argv", ["train", *MODEL.split(), *flags.split()])
     return plan(sys.argv, ranks).splitlines()
 
 
 def trunk(lines: list[str]) -> str:
-    """The line that counts the parameters of the trunk."""
+    """Return the line with the trunk's parameter count."""
     return next(line for line in lines if line.startswith("  trunk"))
 
 
@@ -81,7 +81,7 @@ def test_what_is_left_out_are_fields_of_megatrons_configuration() -> None:
     ],
 )
 def test_a_plan_needs_no_library_of_gpus(flags: str, libraries: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron checks the flags as on the job's machines; each of these ended with what this machine lacks."""
+    """Megatron checks the flags as on the job's machines; each of these failed for lack of a library here."""
     assert not transformer_engine_works()
     lines = planned(f"{BATCH} {MOCK} {DEPTHS} {flags}", monkeypatch)
     said = [line for line in lines if line.startswith("planned as for a machine with ")]
@@ -109,7 +109,7 @@ def test_stand_ins_for_modules_go_and_what_was_imported_meanwhile_stays(monkeypa
 def test_experimental_attention_has_the_parameters_of_a_hybrids_layers(
     gpt: str, pattern: str, sizes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a GPT with them, which Megatron builds of Transformer Engine's modules alone."""
+    """Compared with a GPT, which Megatron builds only with Transformer Engine's modules."""
     as_gpt = trunk(planned(f"{BATCH} {MOCK} {sizes} {gpt}", monkeypatch))
     _forget()
     assert as_gpt == trunk(planned(f"{BATCH} {MOCK} {sizes} --hybrid-layer-pattern {pattern}", monkeypatch))

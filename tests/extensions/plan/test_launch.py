@@ -1,4 +1,4 @@
-"""A launch line and a Hugging Face folder, read without Megatron's parser."""
+"""A launch line and a Hugging Face folder, parsed without Megatron's parser."""
 
 import json
 from pathlib import Path

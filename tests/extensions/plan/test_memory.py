@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 def megatrons(line: Line, gpus: int) -> Namespace:
-    """The arguments that Megatron's estimate reads."""
+    """Return the arguments that Megatron's estimate reads."""
     layers = line.whole("num_layers")
     hidden, heads = line.whole("hidden_size"), line.whole("num_attention_heads")
     freq = [int(one) for one in experts_by_layer(line.moe_layer_freq, layers)] if line.num_experts else 1
@@ -36,7 +36,7 @@ def megatrons(line: Line, gpus: int) -> Namespace:
     [("gpt3-175b", 1024, 0.01), ("llama2-70b", 256, 0.01), ("mixtral-8x22b", 128, 0.01), ("qwen3-30b-a3b", 32, 0.01)],
 )
 def test_state_is_megatrons_estimate(name: str, gpus: int, within: float) -> None:
-    """Without depths, whose eh_proj it leaves out."""
+    """Without MTP layers, whose eh_proj it omits."""
     line = replace(with_depths(line_of(name), 0), context_parallel_size=1, optimizer_cpu_offload=False)
     model = model_of(line)
     placement = even(len(model.layers), 0, line.pipeline_model_parallel_size, line.chunks)
@@ -47,14 +47,14 @@ def test_state_is_megatrons_estimate(name: str, gpus: int, within: float) -> Non
 
 
 def _in_full(line: Line) -> Line:
-    """Megatron's estimate knows neither 16-bit moments nor gradients."""
+    """Return the line without 16-bit moments and gradients, which Megatron's estimate does not support."""
     assert not line.grad_reduce_in_bf16
     assert line.exp_avg_dtype == "fp32"
     return line
 
 
 def test_activations_are_megatrons_estimate() -> None:
-    """Its layer is an ungated one with dropout; it counts the first stage of a pipeline."""
+    """Its layer is ungated with dropout; it counts the first pipeline stage."""
     line = line_of("gpt3-175b", "--sequence-parallel --recompute-granularity selective")
     line = replace(with_depths(line, 0), fp16=False, bf16=True)
     model, gpus = model_of(line), 1024
@@ -70,7 +70,7 @@ H200 = (
 
 
 def test_the_loss_in_chunks_needs_what_an_h200_measured() -> None:
-    """docs/explanation/evidence_gpu.md: 16,384 x 131,072 logits, 1,664 MiB in chunks, 24,580 MiB of all."""
+    """docs/explanation/evidence_gpu.md: 16,384 x 131,072 logits, 1,664 MiB in chunks, 24,580 MiB for all."""
     line = read(H200)
     assert chunked_bytes(16384, 131072, line) / MIB == pytest.approx(1664, rel=0.05)
     logits = 16384 * 131072
@@ -94,7 +94,7 @@ def test_bytes_of_a_parameter() -> None:
 
 
 def test_depths_bring_a_copy_of_the_embedding_and_their_own_state() -> None:
-    """Stage 6 of DeepSeek-V3 with its depth there: what the dry run counts as depths and as a copy."""
+    """Stage 6 of DeepSeek-V3 with its MTP layer: what the dry run counts as depths and as a copy."""
     made = plan(words_of("deepseek-v3-h100", "--transformer-impl local"), CARDS["H100"], 1024)
     alone = next(one for one in made.of(1) if one.name == "stage of their own")
     held = alone.memory[6].parts

@@ -12,7 +12,7 @@ KINDS = {LayerType.embedding: "E", LayerType.decoder: "t", LayerType.mtp: "m", L
 
 
 def stages_in_megatron(layout: str, ranks: int, depths: int) -> list[str]:
-    """A layout as Megatron reads and checks it, chunk by chunk in the order of the model."""
+    """Return a layout as Megatron parses and checks it, chunk by chunk in model order."""
     parsed = PipelineParallelLayerLayout(layout, ranks)
     parsed.validate_layer_layout(parsed.flatten_layout.count(LayerType.decoder), depths or None)
     virtual = parsed.virtual_pipeline_model_parallel_size
@@ -78,7 +78,7 @@ def test_a_line_that_does_not_divide_is_refused() -> None:
 
 
 def test_the_balanced_placement_lightens_the_last_stage() -> None:
-    """A head of 2 and a depth of 1.5 beside layers of 1: 15.5 in all, so that 4 stages have at most 4."""
+    """A head of 2 and an MTP layer of 1.5 next to layers of 1: 15.5 in total, so 4 stages have at most 4 each."""
     loads = Loads((1.0,) * 12, 0.0, 1.5, 2.0)
     assert strings(balanced(loads, 1, 4, 1)) == ["Etttt", "tttt", "tttt", "mL"]
     assert strings(balanced(loads, 0, 4, 1))[-1] == "ttL"

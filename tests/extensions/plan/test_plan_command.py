@@ -1,4 +1,4 @@
-"""`megatron-mtp plan` as it is typed: what it prints and loads, how fast, and whether training takes its flags."""
+"""`megatron-mtp plan` from the command line: output, imports, speed, and whether training accepts its flags."""
 
 import json
 import re
@@ -37,7 +37,7 @@ import megatron_mtp.spec.config, megatron_mtp.checkpoint.families
 import megatron_mtp.cli.verbs, megatron_mtp.common.errors, megatron_mtp.common.files
 print("LOADED", *sys.modules)
 """
-"""Config and families, and what every verb is made of."""
+"""Config, families, and modules shared by all verbs."""
 
 
 def loaded(script: str, *words: str) -> set[str]:
@@ -109,7 +109,7 @@ def test_a_record_gives_the_acceptance(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 class Page(HTMLParser):
-    """The addresses that a page asks for."""
+    """Collect the addresses that a page requests."""
 
     asked: tuple[str, ...] = ()
 
@@ -164,7 +164,7 @@ MARGINS = {
     "glm4.5": 0.08,
     "qwen3-next-80b-a3b-hybrid": 0.08,
 }
-"""The part of a step that the recommended placement saves of the naive one, at least."""
+"""Minimum fraction of a step that the recommended placement saves over the naive one."""
 
 
 @pytest.mark.parametrize(("name", "gpus"), [(name, gpus) for name, (_, counts) in LARGE.items() for gpus in counts])
@@ -183,7 +183,7 @@ DRY = {"deepseek-v3-h100": 1024, "glm4.5": 512, "qwen3-next-80b-a3b-hybrid": 256
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", DRY)
 def test_training_takes_the_recommended_flags(name: str, tmp_path: Path) -> None:
-    """And counts the parameters that the plan counts, stage by stage."""
+    """And counts the same parameters as the plan, stage by stage."""
     made = plan([*words_of(name, LARGE[name][0]), "--transformer-impl", "local"], CARDS["H100"], DRY[name])
     text = ["--mock-data", "--tokenizer-type", "NullTokenizer"]
     command = [sys.executable, "-m", "megatron_mtp", "train", "--dry-run", str(DRY[name]), *made.flags, *text]

@@ -1,4 +1,4 @@
-"""Order of the schedules against Megatron's own functions and its own runs, and their time against closed forms."""
+"""Schedule order against Megatron's own functions and runs, and schedule time against closed forms."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_two_ranks_in_full() -> None:
 
 @pytest.mark.parametrize(("ranks", "virtual", "microbatches"), [(4, 1, 8), (8, 4, 32), (16, 2, 64), (1024, 1, 32)])
 def test_bubbles_of_even_stages_are_the_closed_form(ranks: int, virtual: int, microbatches: int) -> None:
-    """(p - 1) (f + b) / v beside m (f + b) (arXiv:2104.04473, section 2.2); of 1,024 ranks too."""
+    """(p - 1) (f + b) / v in addition to m (f + b) (arXiv:2104.04473, section 2.2); for 1,024 ranks too."""
     pipeline, chunks = Pipeline(ranks, virtual, microbatches, ranks), ranks * virtual
     timeline = simulate(pipeline, [1.0] * chunks, [2.0] * chunks)
     assert timeline.seconds == pytest.approx(3.0 * (virtual * microbatches + ranks - 1))
@@ -61,7 +61,7 @@ def test_bubbles_of_even_stages_are_the_closed_form(ranks: int, virtual: int, mi
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
-    """Three ranks with 1 + 2, the last with 2 + 4: 6 a microbatch there, the way to it and back before and behind."""
+    """Three ranks with 1 + 2, the last with 2 + 4: 6 per microbatch there, plus the way to it and back."""
     timeline = simulate(Pipeline(3, 1, 100, 3), [1.0, 1.0, 2.0], [2.0, 2.0, 4.0])
     assert timeline.seconds == pytest.approx(100 * 6 + 2 * 3)
 

@@ -1,4 +1,4 @@
-"""`train --config --dry-run`: the plan of 64 ranks, by one process, from a file of flags."""
+"""`train --config --dry-run`: the plan of 64 ranks in one process, from a file of flags."""
 
 import re
 import sys
@@ -21,11 +21,11 @@ layout: {tensor-model-parallel-size: 2, sequence-parallel: true, use-distributed
 training: {bf16: true, micro-batch-size: 1, global-batch-size: 256, train-iters: 10, lr: 1e-3, eval-interval: 10}
 data: {mock-data: true, tokenizer-type: NullTokenizer, vocab-size: 151936}
 """
-"""The shape of Qwen3-8B with a depth."""
+"""The shape of Qwen3-8B with one MTP layer."""
 
 
 def test_a_plan_counts_parameters_and_says_where_the_depths_stand(tmp_path: Path) -> None:
-    """Qwen3-8B has 8,190,735,360 parameters; 128 rows of padding in both tables are 1,048,576 more."""
+    """Qwen3-8B has 8,190,735,360 parameters; 128 padding rows in both tables are 1,048,576 more."""
     (tmp_path / "run.yaml").write_text(RUN)
     older = "--cuda-graph-impl transformer_engine --cuda-graph-scope attn --te-rng-tracker"
     flags = (
@@ -51,7 +51,7 @@ def test_a_plan_counts_parameters_and_says_where_the_depths_stand(tmp_path: Path
     assert [part for part, size in parts.items() if size.endswith(" (a copy)")] == ["embedding"]
     assert counts.keys() == {"embedding", "trunk", "depths", "head"}
     assert sum(counts.values()) == int(held[1].replace(",", ""))
-    gib = (6 + 12 / 8) * counts["depths"] / 2**30  # eight replicas share Adam's 12 bytes a parameter
+    gib = (6 + 12 / 8) * counts["depths"] / 2**30  # eight replicas share Adam's 12 bytes per parameter
     names, *stages = printed.split("memory of a rank, GiB\n")[1].splitlines()[:5]
     assert re.split(r"  +", names.strip()) == ["stage", *HELD, "GiB"]
     assert [row.split()[0] for row in stages] == ["0", "1", "2", "3"]

@@ -1,4 +1,4 @@
-"""Published runs with and without depths, and what a plan says of them; docs/extensions/plan.md has the sources."""
+"""Published runs with and without MTP layers, compared with their plans; docs/extensions/plan.md has the sources."""
 
 import pytest
 
@@ -16,7 +16,7 @@ MARIN = """
     --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0
     --attention-dropout 0 --bf16 --expert-model-parallel-size 8 --micro-batch-size 4 --global-batch-size 256
     --mtp-num-layers 1 --mtp-linear-ce-main --use-distributed-optimizer""".split()
-"""The shape of marin-community/marin#5772; widths are those of experiments/grug/moe/heuristic.py at 2e8ced2."""
+"""The shape of marin-community/marin#5772; widths are from experiments/grug/moe/heuristic.py at 2e8ced2."""
 MARIN_TOKENS, MARIN_SPEED, MARIN_SPEED_WITH_DEPTH = 256 * 4096, 502_522, 400_417
 
 QWEN_27B = """
@@ -32,7 +32,7 @@ NPU = "bf16=313,memory=64,bandwidth=1600,link=196,network=25"
 
 
 def speed_lost(words: list[str], card: str, gpus: int, seconds: float) -> float:
-    """Tokens a second with a depth over those without, less 1."""
+    """Return tokens per second with an MTP layer relative to without, minus 1."""
     made = plan(words, card_of(card), gpus, 1, seconds)
     none, one = (made.of(depths, NAIVE)[0].time.seconds for depths in (0, 1))
     assert none == pytest.approx(seconds)
@@ -40,7 +40,7 @@ def speed_lost(words: list[str], card: str, gpus: int, seconds: float) -> float:
 
 
 def test_marins_depth_on_8_h100() -> None:
-    """-20.3 % tokens/s, from the step without depths and from nothing."""
+    """-20.3 % tokens/s, from the step time without MTP layers, and from nothing."""
     published = MARIN_SPEED_WITH_DEPTH / MARIN_SPEED - 1
     assert published == pytest.approx(-0.203, abs=5e-4)
     assert speed_lost(MARIN, "H100", 8, MARIN_TOKENS / MARIN_SPEED) == pytest.approx(published, abs=0.05)
@@ -48,7 +48,7 @@ def test_marins_depth_on_8_h100() -> None:
 
 
 def test_qwens_27_b_on_16_npus() -> None:
-    """+1.47 to +1.82 % of a step: its weights' way over the ranks takes most of the time of 1,024 tokens a rank."""
+    """+1.47 to +1.82 % of a step: communicating its weights takes most of the time of 1,024 tokens per rank."""
     added = 1 / (1 + speed_lost(QWEN_27B, NPU, 16, 7.2)) - 1
     assert added == pytest.approx(0.0165, abs=0.05)
 
@@ -103,7 +103,7 @@ DEEPSEEK += " --vocab-size 129280 --seq-length 4096 --untie-embeddings-and-outpu
     ],
 )
 def test_deepseek_r1_drafts(gpu: str, weight: float, milliseconds: float, count: int, published: float) -> None:
-    """One text on 8 GPUs, from the measured forward without drafts; within a quarter."""
+    """One sequence on 8 GPUs, from the measured forward pass without drafts; within a quarter."""
     decoder = DraftDecoder(model_of(read(DEEPSEEK.split())), CARDS[gpu], 8, weight, 2048, milliseconds / 1000)
     assert decoder.speed_up(PUBLISHED["deepseek"], count) == pytest.approx(published, rel=0.25)
 
@@ -116,7 +116,9 @@ GLM += " --untie-embeddings-and-output-weights --mtp-num-layers 1"
 
 
 def test_glm_5_2_drafts_on_one_machine() -> None:
-    """jundot/omlx#2113: 15.3 tokens/s on an M3 Ultra, 4 bits a weight; 1.24 times as many with a draft, code 1.31."""
+    """jundot/omlx#2113: 15.3 tokens/s on an M3 Ultra with 4-bit weights; 1.24 times as many with a draft, 1.31 for
+    code.
+    """
     machine = card_of("bf16=28,memory=512,bandwidth=819,link=1,network=1")
     decoder = DraftDecoder(model_of(read(GLM.split())), machine, 1, 0.5, 512, 1 / 15.3)
     assert 1.24 * 0.8 < decoder.speed_up(PUBLISHED["glm"], 1) < 1.31 * 1.2

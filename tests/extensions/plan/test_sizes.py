@@ -1,4 +1,4 @@
-"""Parameters and kept activations of layers, against counts of Megatron's own modules and a published formula."""
+"""Parameters and stored activations of layers, against Megatron's own modules and a published formula."""
 
 import pytest
 from lines import QWEN3_NEXT_IN_STAGES, line_of
@@ -11,7 +11,7 @@ COUNTED = {
     "glm4.5": ("", 360_773_954_048),
     "qwen3-next-80b-a3b-hybrid": (QWEN3_NEXT_IN_STAGES, 81_324_862_720),
 }
-"""What `train --dry-run` counts of the modules that Megatron builds: see test_plan_command.py, which runs it."""
+"""Counts by `train --dry-run` of the modules that Megatron builds; test_plan_command.py runs it."""
 
 
 @pytest.mark.parametrize("name", COUNTED)
@@ -53,7 +53,7 @@ def test_inputs_of_products_are_a_byte_in_fp8() -> None:
 
 
 def test_the_width_of_a_gated_mlp_is_two_thirds() -> None:
-    """As Megatron derives --ffn-hidden-size: 640 for a hidden size of 256, whose two thirds of 1,024 are 682."""
+    """As Megatron derives --ffn-hidden-size: 640 for a hidden size of 256, where two thirds of 1,024 is 682."""
     line = read([*GPT3, "--hidden-size", "256", "--swiglu"])
     assert default_width(line) == 640
     assert default_width(read(GPT3)) == 2048

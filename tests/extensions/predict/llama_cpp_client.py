@@ -1,10 +1,10 @@
-"""llama.cpp as a client of an exported `glm4_moe` folder, in its own environment: greedy generation with MTP drafts.
+"""Load an exported `glm4_moe` folder in llama.cpp, in its own environment: greedy generation with MTP drafts.
 
     .venv-llama/bin/python llama_cpp_client.py exported model.gguf '[[3, 4, 5, 6]]' 100 '[1, 2]'
 
-FOLDER, the GGUF file to write, prompts, new tokens, and the numbers of drafts a round to try. Prints a line of JSON for
-each: llama.cpp's own counts, summed over the prompts, and the new tokens. Prompts are ids, and the texts of the file's
-tokens are made up, so that the ids can be read from the answer.
+Arguments: FOLDER, the GGUF file to write, prompts, new tokens, and the numbers of drafts per round to try. Prints a
+line of JSON for each: llama.cpp's own counts, summed over the prompts, and the new tokens. Prompts are ids; the tokens
+in the file have artificial texts, so that ids can be read from the response.
 """
 
 import json
@@ -20,13 +20,13 @@ from safetensors.numpy import load_file
 
 ARCHITECTURE = gguf.MODEL_ARCH.GLM4_MOE
 VOCABULARIES = ("embed_tokens.weight", "head.weight")
-"""Tensors with a row per token; they get one more, for a token that ends a text and is never chosen."""
+"""Tensors with one row per token; they get one more, for an end token that is never chosen."""
 TOKEN = re.compile(r"t(\d+);")
 EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def write(folder: Path, file: str) -> None:
-    """The folder as GGUF, in float32."""
+    """Convert the folder to GGUF in float32."""
     config = json.loads((folder / "config.json").read_text())
     blocks = config["num_hidden_layers"] + config["num_nextn_predict_layers"]
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[ARCHITECTURE])
@@ -51,7 +51,7 @@ def write(folder: Path, file: str) -> None:
 
 
 def write_sizes(writer: Any, config: dict[str, Any], blocks: int) -> None:
-    """What `config.json` says of the model."""
+    """Write the model's sizes from `config.json`."""
     writer.add_block_count(blocks)
     writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -75,7 +75,7 @@ def write_sizes(writer: Any, config: dict[str, Any], blocks: int) -> None:
 
 
 def write_vocabulary(writer: Any, size: int) -> None:
-    """Tokens whose texts are their ids; the last one ends a text."""
+    """Write tokens whose texts are their ids; the last one is the end token."""
     writer.add_vocab_size(size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -87,7 +87,7 @@ def write_vocabulary(writer: Any, size: int) -> None:
 
 
 def served(file: str, prompts: list[list[int]], new: int, drafts: int) -> dict[str, Any]:
-    """How many drafts were made and accepted for all prompts, and the new tokens of each."""
+    """Return how many drafts were made and accepted for all prompts, and the new tokens of each."""
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel, params.warmup = file, 256, 1, False
     params.cpuparams.n_threads = 1
@@ -105,7 +105,7 @@ def served(file: str, prompts: list[list[int]], new: int, drafts: int) -> dict[s
 
 
 def text_of(answer: dict[str, Any]) -> str:
-    """The text of an answer in OpenAI's form."""
+    """Return the text of a response in OpenAI's format."""
     return str(answer["choices"][0]["text"])
 
 

@@ -1,6 +1,6 @@
-"""What is predicted of llama.cpp is what it accepts, within two points: its last round of a text makes fewer drafts.
+"""Predicted acceptance in llama.cpp matches within two points: its last round of an output makes fewer drafts.
 
-Optional: `scripts/test_llama_cpp.sh` installs its bindings into an environment of their own and runs this; else it is
+Optional: `scripts/test_llama_cpp.sh` installs its bindings into a separate environment and runs this; otherwise
 skipped.
 """
 
@@ -61,4 +61,4 @@ def test_llama_cpp_accepts_what_is_predicted(name: str, tmp_path: Path) -> None:
         counts = f"llama.cpp {each['accepted']} of {each['proposed']}, {theirs:.4f}; ours {ours:.4f}"
         print(f"{name}, {count} drafts: {counts}")
         assert theirs == pytest.approx(ours, abs=0.02)
-        assert 0.05 < ours < 0.95  # all or none accepted would say nothing of the drafts
+        assert 0.05 < ours < 0.95  # all or no drafts accepted would show nothing

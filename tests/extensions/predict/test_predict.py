@@ -1,4 +1,4 @@
-"""What engines will accept of drafts: every engine's rules against plain rounds, the causes, and the command."""
+"""Predicted acceptance: every engine's rules against plain rounds, the causes, and the command."""
 
 import json
 from collections.abc import Callable
@@ -45,13 +45,14 @@ COUNT = 3
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 
 
-# --- a plain reference: one round, one sequence, no blocks and no masks but the causal one ---------------------------
+# --- a plain reference: one round, one sequence, no blocks, only a causal mask
+# -----------------------------------------
 
 
 def depth_of(
     model: LanguageModule, number: int, states_SBH: Tensor, ids: list[int], zeroed: bool
 ) -> tuple[Tensor, Tensor]:
-    """States [S, 1, H] of a depth over the rows of a sequence, before and after its final norm."""
+    """Return states [S, 1, H] of an MTP layer over a sequence, before and after its final norm."""
     layer, slots = model.mtp.layers[number], len(ids)
     embedded_SBH = model.embedding(torch.tensor([ids]), torch.arange(slots)[None]).clone()
     if zeroed:
@@ -63,7 +64,7 @@ def depth_of(
 
 
 def angles_of(model: LanguageModule, slots: int) -> AttentionInputs:
-    """Of a text's own positions; latent attention makes its own, and Nemotron's attention has none."""
+    """Return the rotary angles of a sequence; latent attention computes its own, and Nemotron's attention has none."""
     return AttentionInputs(rotary_pos_emb=model.rotary_pos_emb(slots) if attached_of(model).turns_heads else None)
 
 
@@ -74,7 +75,7 @@ def likeliest(model: LanguageModule, state_SBH: Tensor) -> int:
 def reused_round(
     model: LanguageModule, text: Text, start: int, trunk: str, chained: str, zeroed: bool, first_row: bool = False
 ) -> list[int]:
-    """Depth 1 over the known tokens with the trunk's states, then on its own state, as EAGLE's drafts are made."""
+    """Run depth 1 over the known tokens with the trunk's states, then on its own state, as EAGLE drafts."""
     states_SBH, ids = text.states(trunk)[: start + 1], text.tokens[1 : start + 2]
     if first_row:
         states_SBH, ids = torch.cat([torch.zeros_like(states_SBH[:1]), states_SBH]), [text.tokens[0], *ids]
@@ -90,7 +91,7 @@ def reused_round(
 def own_round(
     model: LanguageModule, text: Text, start: int, trunk: str = "after", chained: str = "after", zeroed: bool = False
 ) -> list[int]:
-    """Depth after depth, each over all rows of the depth before."""
+    """Run depth by depth, each over all rows of the previous depth."""
     states_SBH, made = text.states(trunk)[: start + 1], []
     for number in range(COUNT):
         ids = text.tokens[1 + number : start + 2 + number]
@@ -101,7 +102,7 @@ def own_round(
 
 
 def window_round(model: LanguageModule, text: Text, start: int) -> list[int]:
-    """Depth after depth; states and tokens move up by one, and the last output is appended (TensorRT-LLM's example)."""
+    """Run depth by depth; states and tokens shift by one, and the last output is appended (TensorRT-LLM's example)."""
     states_SBH, ids, made = text.after_SBH[: start + 1], text.tokens[1 : start + 2], []
     for number in range(COUNT):
         _, after_SBH = depth_of(model, number, states_SBH, ids, zeroed=False)
@@ -133,9 +134,9 @@ IN_VLLM: dict[str, tuple[str, str, bool]] = {
     "nemotron_h": ("after", "after", False),
     "mimo": ("before", "after", True),
 }
-"""Family to the state of draft 1, that of later drafts, and whether position 0 has zeros."""
+"""For each family: the state of draft 1, that of later drafts, and whether position 0 gets zeros."""
 IN_SGLANG = "glm4_moe deepseek_v3 glm4_moe_lite bailing_moe hy_v3 qwen3_next qwen3_5 nemotron_h".split()
-"""Families whose states are after the norm and whose position 0 is kept."""
+"""Families whose states are taken after the norm and whose position 0 is kept."""
 FIRST_TIER: dict[tuple[str, str, int], Round] = {
     ("vllm", "glm4_moe", 2): reused(*IN_VLLM["glm4_moe"]),
     ("vllm", "deepseek_v3", 2): reused(*IN_VLLM["deepseek_v3"]),
@@ -153,7 +154,7 @@ FIRST_TIER: dict[tuple[str, str, int], Round] = {
     ("tensorrt-llm", "glm4_moe", 3): window_round,
     ("tensorrt-llm", "deepseek_v3", 3): window_round,
 }
-"""Engine, family and depths to the plain round."""
+"""The plain round for each engine, family and number of MTP layers."""
 ROUNDS: dict[tuple[str, str, int], Round] = {
     **{(engine, family, 1): reused(*rules) for engine in ("vllm", "vllm-v2") for family, rules in IN_VLLM.items()},
     **{("sglang", family, 1): reused("after", "after", zeroed=False) for family in IN_SGLANG},
@@ -161,7 +162,7 @@ ROUNDS: dict[tuple[str, str, int], Round] = {
     ("tensorrt-llm", "deepseek_v3", 1): reused("after", "after", zeroed=False),
     **FIRST_TIER,
 }
-"""The same with all others, of which most are fed alike."""
+"""The same with all others, most of which run alike."""
 KINDS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("glm4_moe", "hy_v3", "bailing_moe"), MOE),
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), LATENT),
@@ -235,7 +236,7 @@ def compare_with_block(model: LanguageModule, feeding: Feeding) -> None:
 
 @torch.no_grad()
 def test_states_before_a_norm_that_weighs_all_channels_alike_draft_as_those_after_it() -> None:
-    """GLM-4 MoE in vLLM: the next depth normalizes again, so that only the weights of the norm between tell."""
+    """GLM-4 MoE in vLLM: the next depth normalizes again, so that only the weights of the norm in between matter."""
     model = our_model(3).eval()
     text = read_text(model, TOKENS)
     before, after = Feeding(chained="before"), TRAINED
@@ -287,14 +288,14 @@ def test_who_makes_the_drafts_is_no_difference_where_there_is_one_layer() -> Non
 def test_rounds_by_hand() -> None:
     """Tokens 0 1 | 2 3 4 5 6 7: the round at row 1 keeps two drafts, the one at row 4 keeps one."""
     sample = Sample([0, 1, 2, 3, 4, 5, 6, 7], prompt=2, end=7)
-    first = [9, 3, 9, 9, 6, 9]  # of the round behind row i: its first draft, for token i + 2
+    first = [9, 3, 9, 9, 6, 9]  # first draft of the round after row i, for token i + 2
     second = [9, 4, 9, 9, 9, 9]
     assert rounds([first, second], sample) == [2, 1]
 
 
 @torch.no_grad()
 def text_of_drafts(model: LanguageModule, feeding: Feeding, length: int) -> list[int]:
-    """A text in which the first draft by these rules is always right."""
+    """Return a text in which the first draft by these rules is always right."""
     tokens = [3, 5]
     while len(tokens) < length:
         made = drafts(model, read_text(model, [*tokens, 0]), 1, feeding)
@@ -318,7 +319,7 @@ def test_exchanged_halves_are_named_as_the_cause() -> None:
 
 
 def test_causes_are_measured_one_by_one_and_sorted() -> None:
-    """MiMo in vLLM: the state before the norm costs all of it here, and the zeroed embedding next to nothing."""
+    """MiMo in vLLM: the state before the norm loses all acceptance here, and the zeroed embedding almost nothing."""
     model = our_model(1).eval()
     with torch.no_grad():
         model.decoder.final_layernorm.weight.mul_(torch.linspace(-3, 3, 32))
@@ -339,7 +340,7 @@ def test_causes_are_measured_one_by_one_and_sorted() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random GLM-4 MoE of two depths with a tokenizer, and a text."""
+    """Create a random GLM-4 MoE of two MTP layers with a tokenizer, and a text."""
     place = tmp_path_factory.mktemp("predict")
     text = "".join(f"the model drafts {number} tokens and keeps {number % 7}\n" for number in range(200))
     (place / "text.txt").write_text(text)
@@ -466,7 +467,7 @@ def test_a_hybrid_is_predicted(family: str, folder: Path, tmp_path: Path, capsys
 
 @pytest.fixture(scope="module")
 def drafter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of eight layers with an EAGLE-3 drafter that was fitted to it."""
+    """Create a random Llama of eight layers with an EAGLE-3 drafter fitted to it."""
     place = tmp_path_factory.mktemp("drafter")
     changes = {"vocab_size": 258, "max_position_embeddings": 128, "num_hidden_layers": 8}
     hf_to_mcore(make(place / "hf", "llama", 0, changes=changes), place / "trunk", Options(quiet=True))
@@ -513,7 +514,7 @@ def test_a_drafter_is_predicted_by_our_own_decoder(
 def test_a_drafter_with_latent_attention_has_a_class_of_its_own(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Llama's class was named for it, with the evidence of a run that had no latent attention."""
+    """Regression: Llama's class was named for it, with evidence from a run without latent attention."""
     _, trunk = make_trunk(tmp_path, vocab_size=258)
     _, made = make_drafter(tmp_path, "eagle3-latents", trunk, OWN_LATENTS)
     given = (made, "--text", folder / "text.txt", "--tokenizer", folder / "tokenizer", *SMALL)

@@ -1,6 +1,6 @@
-"""What is predicted of transformers is what it accepts: exported models, one, two and three drafts a round.
+"""Predicted acceptance in transformers matches: exported models with one, two and three drafts per round.
 
-What is predicted of vLLM's runner V2 is what our own decoder accepts, where both feed two depths alike.
+Predicted acceptance in vLLM's runner V2 matches our own decoder, since both run two MTP layers the same way.
 """
 
 import json
@@ -54,16 +54,16 @@ def test_transformers_accepts_what_is_predicted(name: str, tmp_path: Path) -> No
         sample = Sample(whole, len(PROMPT), len(PROMPT) + NEW)
         feeding = ENGINES["transformers"].feeding(family, count)
         ours = rounds(drafts(model, read_text(model, whole), count, feeding), sample)
-        kept = theirs["accepted"][1:]  # the trunk's first token comes without a draft
+        kept = theirs["accepted"][1:]  # the trunk's first token has no draft
         print(f"{name}, {count} drafts: transformers kept {kept}, ours {ours}")
-        assert kept[:-1] == ours[:-1]  # transformers cuts the last round to the tokens that are left
+        assert kept[:-1] == ours[:-1]  # transformers limits the last round to the remaining tokens
         assert len(kept) == len(ours)
-        assert 0.05 < sum(ours) / (count * len(ours)) < 0.95  # all or none accepted would say nothing of the drafts
+        assert 0.05 < sum(ours) / (count * len(ours)) < 0.95  # all or no drafts accepted would show nothing
 
 
 @pytest.mark.matrix
 def test_runner_v2_of_vllm_is_predicted_to_accept_what_our_decoder_accepts(tmp_path: Path) -> None:
-    """Of two depths; DeepSeek-V3's class hands on states after the norm, as training does."""
+    """With two MTP layers; DeepSeek-V3's class passes on states after the norm, as training does."""
     (family, kind), checkpoint = MODELS["latent"], tmp_path / "checkpoint"
     flags = [*RUN, "--mtp-num-layers", "2", *kind.split(), "--save", str(checkpoint)]
     launch.run(launch.pretrain(*flags), tmp_path / "train.log")
@@ -76,4 +76,4 @@ def test_runner_v2_of_vllm_is_predicted_to_accept_what_our_decoder_accepts(tmp_p
         config = {"method": "mtp", "num_speculative_tokens": count}
         ours = generate(runner, [PROMPT], NEW, speculative=config).stats.accepted_at
         print(f"{count} drafts: vLLM's runner V2 is predicted to keep {theirs}, our decoder keeps {ours}")
-        assert theirs == pytest.approx(ours, abs=1)  # our last round drafts no more than is left of the text
+        assert theirs == pytest.approx(ours, abs=1)  # our last round is limited to the remaining tokens

@@ -1,11 +1,10 @@
-"""Trained checkpoints in vLLM for CPU: it loads what an audit calls sound, and emits the tokens that we compute.
+"""Trained checkpoints in vLLM for CPU: it loads what an audit finds intact, outputs the tokens that we compute, and
+accepts the drafts that we predict.
 
-It accepts the drafts that we predict.
+Optional: `scripts/test_vllm.sh` installs vLLM into a separate environment and runs this; otherwise skipped.
 
-Optional: `scripts/test_vllm.sh` installs vLLM into an environment of its own and runs this; else it is skipped.
-
-`ENGINES` (extensions/predict/engines.py) says how vLLM feeds the depths of each family. Its rules are run with
-Megatron's modules on the tokens that vLLM emitted, and on those that our greedy decoding adds behind them.
+`ENGINES` (extensions/predict/engines.py) has vLLM's inputs to the MTP layers of each family. Its rules run with
+Megatron's modules on vLLM's output tokens, and on those that our greedy decoding appends.
 """
 
 import json
@@ -73,7 +72,7 @@ CASES = {
     "latent": Case("deepseek_v3", f"{EXPERTS} {LATENT}"),
     "mimo": Case("mimo", "--ffn-hidden-size 128 --add-qkv-bias --mtp-num-layers 1"),
 }
-# vLLM's attention for CPU knows heads of 32 and more.
+# vLLM's CPU attention supports heads of 32 and more.
 RUN = (
     "--num-attention-heads 2 --kv-channels 32 --max-position-embeddings 256 --mtp-num-layers 3 --train-iters 30 "
     "--lr 3e-3 --eval-interval 1000 --eval-iters 1 --save-interval 30 --init-method-std 0.1 "
@@ -98,8 +97,9 @@ IMPORTED: dict[str, tuple[int, dict[str, Any]]] = {
     "glm4_moe_lite": (12, {**ROUTED, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}),
     "hy_v3": (36, {**ROUTED, "first_k_dense_replace": 1, "expert_hidden_dim": 32, "route_norm": True, "qk_norm": True}),
 }
-"""Kind of `hf_models`, which is the family's name, to training steps, after which some drafts are accepted and not all,
-and changes of its configuration; those of hy_v3 are keys that vLLM reads and transformers does not write."""
+"""For each kind of `hf_models`, named like its family: training steps, after which some drafts are accepted but not
+all, and changes of its configuration; those of hy_v3 are keys that vLLM reads and transformers does not write.
+"""
 KINDS = {
     "eagle3": "--drafter eagle3 --drafter-steps 3",
     "eagle": "--drafter eagle --drafter-steps 3",
@@ -110,7 +110,7 @@ KINDS = {
 def generated(
     folder: Path, log: Path, drafts: Iterable[int], *more: str, method: str = MTP, dtype: str = "float32"
 ) -> list[dict[str, Any]]:
-    """vLLM's tokens and counters with each of these numbers of drafts."""
+    """Return vLLM's tokens and counters for each of these numbers of drafts."""
     command = [str(PYTHON), str(CLIENT), str(folder), json.dumps(PROMPT), str(NEW), json.dumps([*drafts])]
     printed = launch.run([*command, method, dtype, *more], log).splitlines()
     return [json.loads(line) for line in printed if line[:1] == "{"]
@@ -130,7 +130,7 @@ def test_vllm_accepts_what_was_trained(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", IMPORTED)
 def test_vllm_accepts_what_is_predicted_of_a_trained_folder(family: str, tmp_path: Path) -> None:
-    """A random folder of the family's form is imported, trained, exported and served."""
+    """A random folder of the family is imported, trained, exported and served."""
     source, mcore, saved, exported = (tmp_path / name for name in ("source", "mcore", "saved", "exported"))
     steps, changes = IMPORTED[family]
     make(source, family, 1, changes={**SIZES, **changes})
@@ -143,7 +143,9 @@ def test_vllm_accepts_what_is_predicted_of_a_trained_folder(family: str, tmp_pat
 
 
 def agree(model: LanguageModule, served: list[dict[str, Any]], family: str, name: str, off: int = 0) -> None:
-    """vLLM's tokens are our greedy ones, and it accepted the drafts that we predict, or `off` more or fewer."""
+    """Check that vLLM's tokens are our greedy ones, and that it accepts the predicted number of drafts, plus or minus
+    `off`.
+    """
     feeding = ENGINES["vllm"].feeding(family, len(model.mtp.layers))
     whole = greedy(model, PROMPT, NEW + max(DRAFTS) + 1)
     for each in served:
@@ -154,11 +156,11 @@ def agree(model: LanguageModule, served: list[dict[str, Any]], family: str, name
         print(f"{name}, {drafts} drafts: {each['accepted_per_position']} of {each['proposed']}; ours {ours}")
         assert each["proposed"] == ours.target_forwards * drafts
         assert each["accepted_per_position"] == pytest.approx(ours.accepted_at, abs=off)
-        assert 0.05 < ours.accepted_per_forward / drafts < 0.95  # all or none accepted would say nothing of the drafts
+        assert 0.05 < ours.accepted_per_forward / drafts < 0.95  # all or no drafts accepted would show nothing
 
 
 def test_vllm_accepts_what_is_predicted_of_a_hybrid_and_of_its_drafter(tmp_path: Path) -> None:
-    """Qwen3.5 in bfloat16, the only type of vLLM's delta rule for CPUs; its heads are those of the published models."""
+    """Qwen3.5 in bfloat16, the only dtype of vLLM's delta rule on CPUs; its heads have the published sizes."""
     source, mcore, saved, exported = (tmp_path / name for name in ("source", "mcore", "saved", "exported"))
     with_drafter, beside = tmp_path / "with_drafter", tmp_path / "beside"
     heads = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
@@ -180,7 +182,7 @@ def test_vllm_accepts_what_is_predicted_of_a_hybrid_and_of_its_drafter(tmp_path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_vllm_accepts_of_a_drafter_what_our_engine_accepts(kind: str, tmp_path: Path) -> None:
-    """The same tokens and accepted drafts beside the exported trunk, up to those that reach beyond the text's end."""
+    """The same tokens and accepted drafts on the exported trunk, except drafts beyond the output's end."""
     trunk, saved, exported, beside = (tmp_path / name for name in ("trunk", "saved", "exported", "beside"))
     common = ["--num-layers", "8", *RUN.replace("--mtp-num-layers 3", "").split()]
     for flags in (["--save", str(trunk)], ["--load", str(trunk), "--save", str(saved), *KINDS[kind].split()]):
@@ -193,7 +195,7 @@ def test_vllm_accepts_of_a_drafter_what_our_engine_accepts(kind: str, tmp_path: 
 
 
 def agrees_with_our_engine(kind: str, each: dict[str, Any], runner: Runner) -> None:
-    """The last rounds differ: vLLM makes all drafts, we make as many as there are tokens left to write."""
+    """The last rounds differ: vLLM makes all drafts, we make as many as there are tokens left."""
     ours = generate(runner, [PROMPT], NEW, speculative={"method": kind, "num_speculative_tokens": each["drafts"]})
     theirs, stats = sum(each["accepted_per_position"]), ours.stats
     print(f"{kind}: {theirs} of {each['proposed']}; ours {stats.accepted} of {stats.drafted}")
@@ -205,9 +207,10 @@ def agrees_with_our_engine(kind: str, each: dict[str, Any], runner: Runner) -> N
 
 
 def test_vllm_drafts_with_a_quantized_export_until_its_list_is_spoiled(tmp_path: Path) -> None:
-    """FP8 by rows, which vLLM's CPU build runs without AMX; the MTP layer is whole, and listed by vLLM's name of it.
+    """Per-row FP8, which vLLM's CPU build runs without AMX; the MTP layer is unquantized, and listed under vLLM's name.
 
-    Without that name vLLM takes the layer for a quantized one, and accepts hardly a draft; the audit says so before.
+    Without that name vLLM takes the layer for quantized, and accepts almost no draft; the audit reports this
+    beforehand.
     """
     saved, exported, spoiled = (tmp_path / name for name in ("checkpoint", "exported", "spoiled"))
     flags = [*RUN.split(), *CASES["mimo"].flags.split(), "--save", str(saved)]
@@ -228,14 +231,14 @@ def test_vllm_drafts_with_a_quantized_export_until_its_list_is_spoiled(tmp_path:
     model, tokens = load_model(tmp_path / "read"), greedy(load_model(tmp_path / "read"), PROMPT, NEW + 2)
     sample = Sample(tokens, len(PROMPT), len(PROMPT) + NEW)
     ours = accepted(model, read_text(model, tokens), sample, 1, ENGINES["vllm"].feeding("mimo", 1))
-    assert rates[0] == pytest.approx(ours.accepted_per_forward, abs=0.15)  # vLLM rounds the rows of activations as well
+    assert rates[0] == pytest.approx(ours.accepted_per_forward, abs=0.15)  # vLLM also rounds rows of activations
     assert rates[1] < 0.1
 
 
 def test_vllm_takes_the_weights_of_a_later_step_without_a_restart(tmp_path: Path) -> None:
-    """Those of `export_hf_weights`: trunk and MTP layers draft as the later checkpoint does, not as the folder did.
+    """From `export_hf_weights`: trunk and MTP layers draft like the later checkpoint, not like the original folder.
 
-    Of a model without experts: after a reload, vLLM for CPU accepted fewer drafts of depths that have some.
+    The model has no experts: after a reload, vLLM for CPU accepted fewer drafts of MTP layers with experts.
     """
     case, saved, exported = CASES["mimo"], tmp_path / "saved", tmp_path / "exported"
     flags = [*RUN.split(), *case.flags.split(), "--save", str(saved), *"--train-iters 40 --save-interval 20".split()]
@@ -252,7 +255,7 @@ def test_vllm_takes_the_weights_of_a_later_step_without_a_restart(tmp_path: Path
 
 
 def test_vllm_does_not_start_with_a_file_that_an_audit_misses(tmp_path: Path) -> None:
-    """The two agree on what is not a whole folder: an index that names a file which is not there."""
+    """Both reject an incomplete folder: an index that names a missing file."""
     checkpoint, exported = tmp_path / "checkpoint", tmp_path / "exported"
     flags = [*RUN.split(), *CASES["dense"].flags.split(), "--save", str(checkpoint)]
     launch.run(launch.pretrain(*flags), tmp_path / "train.log")

@@ -1,11 +1,11 @@
-"""vLLM as a client of an exported folder, in its own environment: greedy generation with drafts.
+"""Load an exported folder in vLLM, in its own environment: greedy generation with drafts.
 
     .venv-vllm/bin/python vllm_client.py exported '[3, 4, 5, 6]' 100 '[1, 2]' '{"method": "mtp"}' float32 \\
         [model.safetensors mtp.safetensors]
 
-FOLDER, prompt, new tokens, the numbers of drafts a round to try, the speculative config without them, and the type of
-the weights. Prints a line of JSON for each: prompt with new tokens, and vLLM's own counters. Newer weights of the model
-and of its draft module, a file each, are loaded into the engine that has started.
+Arguments: FOLDER, prompt, new tokens, the numbers of drafts per round to try, the speculative config without them, and
+the dtype of the weights. Prints a line of JSON for each: prompt with new tokens, and vLLM's own counters. Newer weights
+of the model and of its draft module, one file each, are loaded into the running engine.
 """
 
 import json
@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload.inplace import reload_weights
 def started(folder: str, drafts: int, speculative: dict[str, Any], dtype: str) -> LLM:
     return LLM(
         folder,
-        trust_remote_code=True,  # MiMo's configuration is a class in its folder
+        trust_remote_code=True,  # MiMo's configuration class is in its folder
         skip_tokenizer_init=True,
         enforce_eager=True,
         dtype=dtype,
@@ -33,13 +33,13 @@ def started(folder: str, drafts: int, speculative: dict[str, Any], dtype: str) -
         max_num_seqs=1,
         disable_log_stats=False,
         enable_prefix_caching=False,
-        compilation_config={"custom_ops": ["none"]},  # its rotary kernel for CPU is not DeepSeek's rotation
+        compilation_config={"custom_ops": ["none"]},  # its rotary kernel for CPU does not match DeepSeek's rotation
         speculative_config={**speculative, "num_speculative_tokens": drafts},
     )
 
 
 def generate(llm: LLM, tokens: list[int], new: int, drafts: int) -> dict[str, Any]:
-    """The prompt with the new tokens, and how many drafts were proposed and accepted."""
+    """Return the prompt with the new tokens, and how many drafts were proposed and accepted."""
     sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
     [done] = llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False)
     metrics = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics()}
@@ -51,7 +51,7 @@ def generate(llm: LLM, tokens: list[int], new: int, drafts: int) -> dict[str, An
 
 
 def load(worker: Any, model: str, mtp: str) -> None:
-    """Load newer weights into the model and into its draft module; on a CPU the first ones have been repacked."""
+    """Load newer weights into the model and its draft module; on a CPU the original weights have been repacked."""
     runner = worker.model_runner
     for module, file in ((runner.get_model(), model), (runner.drafter.model, mtp)):
         reload_weights(runner.vllm_config, module, iter(load_file(file).items()), None, is_checkpoint_format=True)

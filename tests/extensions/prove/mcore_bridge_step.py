@@ -1,9 +1,9 @@
-"""A step of mcore-bridge's own model, of ms-swift, on the CPU, written by the function of docs/extensions/prove.md.
+"""A step of mcore-bridge's own model, as in ms-swift, on the CPU, written by the function of docs/extensions/prove.md.
 
     PYTHONPATH=.venv-stacks/ms_swift:.:tests/support python tests/extensions/prove/mcore_bridge_step.py FOLDER BATCH
 
-BATCH is a kind of cases.py; --per-token behind it asks for a per-token loss. Transformer Engine's modules are those of
-te_names.py. The script prints the flags that describe the model.
+BATCH is a kind of cases.py, optionally followed by --per-token for a per-token loss. Transformer Engine's modules are
+those of te_names.py. The script prints the flags that describe the model.
 """
 
 import sys
@@ -24,7 +24,7 @@ FLAGS = (
 
 
 def model_of(vocabulary: int, positions: int, per_token: bool) -> Any:
-    """A small Qwen3 with MTP layers, by mcore-bridge."""
+    """Build a small Qwen3 with MTP layers in mcore-bridge."""
     from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
     from transformers import Qwen3Config
 
@@ -53,7 +53,7 @@ def model_of(vocabulary: int, positions: int, per_token: bool) -> Any:
 
 def main(folder: str, kind: str, per_token: bool) -> None:
     te_names.install()
-    import mcore_bridge  # noqa: F401  # before the CPU's substitutions
+    import mcore_bridge  # noqa: F401  # before the CPU stand-ins
 
     from megatron_mtp.megatron import cpu
 
@@ -78,11 +78,11 @@ def main(folder: str, kind: str, per_token: bool) -> None:
         behind = (held, held) if batch.held != batch.true else (None, None)
         packed = {"packed_seq_params": PackedSeqParams("thd", true, true, *behind, POSITIONS, POSITIONS)}
         given |= {"cu_seqlens": true, "cu_seqlens_padded": held}
-    labels = batch.labels.masked_fill(batch.mask == 0, -100)  # as ms-swift marks positions without a loss
+    labels = batch.labels.masked_fill(batch.mask == 0, -100)  # ms-swift's mark for positions without a loss
     losses = model(batch.tokens, batch.positions, None, labels=labels, loss_mask=torch.ones_like(labels), **packed)
     (losses * batch.mask / (1 if per_token else batch.mask.sum())).sum().backward()
     for weight in model.parameters():
-        weight.grad /= batch.mask.sum() if per_token else 1  # as Megatron does at the end of a step
+        weight.grad /= batch.mask.sum() if per_token else 1  # Megatron does this at the end of a step
     write_step(model, [given], DEPTHS, folder)
     print(FLAGS, "--vocab-size", VOCAB, *(["--calculate-per-token-loss"] if per_token else []))
 

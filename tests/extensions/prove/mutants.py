@@ -1,6 +1,6 @@
 """Faults planted in a copy of Megatron-Core, which `prove` must find.
 
-python tests/extensions/prove/mutants.py [NAME ...]     a line for every mutant: found or not, and the cause named
+python tests/extensions/prove/mutants.py [NAME ...]     prints per mutant whether it was found, and the reported cause
 """
 
 import os
@@ -29,7 +29,7 @@ HERE = ((ONE, "holes"), (ONE, "packed"))
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault: what stands in a file and what is put there, and words of the cause that should be named."""
+    """A fault: text in a file and its replacement, and words that the reported cause should contain."""
 
     name: str
     old: str
@@ -41,7 +41,7 @@ class Mutant:
 
 
 def _mask(new: str) -> tuple[str, str]:
-    """The roll of the loss mask, within the loop over depths."""
+    """Return a change of the loss mask's roll, inside the loop over depths."""
     return (
         "        loss_mask, num_tokens = roll_tensor(\n            loss_mask, shifts=-1, dims=-1, cp_group=cp_group, "
         "packed_seq_params=packed_seq_params\n        )\n\n        mtp_loss = compute",
@@ -255,12 +255,12 @@ CURES = (
         cases=((CP, "rows"), (CP, "holes"), (CP, "packed")),
     ),
 )
-"""What corrects the faults of Megatron-Core 0.19.2, in the form of a mutant: then its cases are right."""
+"""Fixes for the faults of Megatron-Core 0.19.2, in the form of a mutant, after which its cases are right."""
 
 
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[Path]:
-    """A folder with the installed Megatron-Core and this fault."""
+    """Create a folder with the installed Megatron-Core and this fault."""
     spec = find_spec("megatron.core")
     assert spec is not None
     assert spec.origin is not None
@@ -277,7 +277,7 @@ def planted(mutant: Mutant) -> Iterator[Path]:
 
 
 def proof_of(mutant: Mutant) -> Proof:
-    """What `prove` finds in the mutant's cases."""
+    """Return what `prove` finds in the mutant's cases."""
     tiny = shrink(f"{FLAGS} {mutant.more}".split())
     cases = [Case(layout, batch, bool(tiny.config["calculate_per_token_loss"])) for layout, batch in mutant.cases]
     with planted(mutant) as folder:

@@ -40,7 +40,7 @@ def main(folder: str, flags: list[str]) -> None:
 
 
 def write_step(model: Any, batches: list[dict[str, Any]], depths: int, folder: str) -> None:
-    """By the page's function, with the losses that Megatron logs."""
+    """Write it with the page's function, including the losses that Megatron logs."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     block = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)

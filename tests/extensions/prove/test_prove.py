@@ -1,4 +1,4 @@
-"""`prove` without ranks: the shrunk model, the reference, the causes, and its sentences."""
+"""`prove` without ranks: the shrunk model, the reference, the causes, and its messages."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ TINY = shrink(FLAGS)
 
 
 def weights_of(tiny: Tiny) -> Weights:
-    """Weights of a model without groups of heads, biases and learned positions."""
+    """Return weights of a model without grouped queries, biases and learned positions."""
     generator = torch.Generator().manual_seed(5)
 
     def drawn(*shape: int) -> Tensor:
@@ -203,7 +203,7 @@ def test_ranks_that_say_nothing_are_ended(
 
 
 def plain_losses(weights: Weights, kind: str, number: int) -> list[tuple[Tensor, float]]:
-    """Sum and count of the main loss and of each depth, a document after the other, with torch's own functions."""
+    """Return sum and count of the main loss and of each depth, document by document, with torch's own functions."""
     batch = batch_of(kind, number)
     assert batch.labels is not None
     found = [(torch.zeros((), dtype=torch.float64), 0.0)] * 3
@@ -230,7 +230,7 @@ def plain_losses(weights: Weights, kind: str, number: int) -> list[tuple[Tensor,
                 hidden = layer(f"decoder.layers.{number_}.", hidden)
             hidden = norm("decoder.final_layernorm", hidden)
             for depth in range(min(3, end - start)):
-                if depth:  # position i takes the token at i + depth, and predicts the one behind it
+                if depth:  # position i takes the token at i + depth, and predicts the next one
                     prefix = f"mtp.layers.{depth - 1}."
                     hidden = hidden[:-1]
                     both = [norm(f"{prefix}enorm", embedding[tokens[depth:]]), norm(f"{prefix}hnorm", hidden)]
@@ -277,7 +277,7 @@ def test_ranks_hold_a_chunk_and_its_mirror_image() -> None:
     ]
 
 
-# --- a step of one's own --------------------------------------------------------------------------------------------
+# --- a custom step ----------------------------------------------------------------------------------------------------
 
 
 STEP_FLAGS = (
@@ -300,7 +300,7 @@ def test_sizes_that_a_launch_line_leaves_out_are_megatrons() -> None:
 
 
 def written_step(folder: Path, rule: Rule, *changes: Callable[[dict[str, Tensor]], Any]) -> Path:
-    """A step of a loop whose MTP loss follows a rule: two microbatches of packed documents."""
+    """Write a step of a loop whose MTP loss follows a rule: two microbatches of packed documents."""
     weights = weights_of(TINY)
     batches = [batch_of("packed", number) for number in range(2)]
     found = expected(Model(weights, TINY.config, TINY.model), [Microbatch.of(one, 1) for one in batches], False, rule)
@@ -423,7 +423,7 @@ def test_a_folder_without_a_step_is_refused(tmp_path: Path, capsys: pytest.Captu
 
 
 def told(tmp_path: Path, case: Case, weights: Weights, rule: Rule, **changes: Any) -> dict[str, Any]:
-    """What ranks would tell whose Megatron follows a rule."""
+    """Return what ranks would report whose Megatron follows a rule."""
     batches = [Microbatch.of(batch_of(case.batch, number), case.layout.context) for number in range(case.microbatches)]
     model = Model(weights, TINY.config, TINY.model)
     found = expected(model, batches, case.per_token, rule)
@@ -567,7 +567,7 @@ def test_a_model_that_the_equations_do_not_describe_is_compared_with_one_process
 
 
 def test_every_cause_has_numbers_of_its_own() -> None:
-    """No bent rule gives the paper's numbers in the case that it is for, or it would explain nothing."""
+    """No altered rule gives the paper's numbers in its own case; otherwise it would explain nothing."""
     case, weights = Case(CP, "padded", False), weights_of(TINY)
     model = Model(weights, TINY.config, TINY.model)
     batches = [Microbatch.of(batch_of(case.batch, number), 2) for number in range(MICROBATCHES)]
@@ -578,7 +578,7 @@ def test_every_cause_has_numbers_of_its_own() -> None:
         assert not (same and bent.logged == pytest.approx(right.logged, rel=1e-6)), hypothesis.words
 
 
-# --- ranks that fail, and what is printed -----------------------------------------------------------------------------
+# --- failing ranks, and the output ------------------------------------------------------------------------------------
 
 
 def test_a_hanging_rank_is_named_with_its_line(tmp_path: Path) -> None:

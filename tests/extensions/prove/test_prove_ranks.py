@@ -1,4 +1,4 @@
-"""`prove` with ranks: Megatron's own block, as it is and with planted faults."""
+"""`prove` with ranks: Megatron's own block, unmodified and with planted faults."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def test_attached_layers_are_right_in_every_case(kind: str) -> None:
     verdicts = prove(tiny, *cases_of(tiny, everything=True), megatron=None, seconds=60).verdicts
     left = {verdict.case.layout.name for verdict in verdicts if verdict.status != RIGHT}
     refused = {"experts": {"TP 2"}, "latent": {"TP 2", "TP 2 with sequence parallelism", "TP 2 with CP 2"}}
-    assert left == refused.get(kind, set())  # by Megatron, or wrong in its own attention
+    assert left == refused.get(kind, set())  # rejected by Megatron, or wrong in its own attention
     assert {verdict.status for verdict in verdicts} <= {RIGHT, NOT_RUN}
 
 
@@ -105,7 +105,7 @@ def test_a_hybrid_is_right_by_one_process_where_a_gpt_is() -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("status", [0, 1])
 def test_a_step_of_a_plain_loop_is_judged(status: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Of the installed Megatron, and of one whose mask is never shifted."""
+    """With the installed Megatron, and with one whose mask is never shifted."""
     flags = (
         "--num-layers 2 --hidden-size 48 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
         "--ffn-hidden-size 64 --vocab-size 96 --mtp-num-layers 1 --position-embedding-type rope --qk-layernorm "
@@ -128,7 +128,7 @@ MS_SWIFT = ROOT / ".venv-stacks/ms_swift"
 
 @pytest.fixture(scope="module")
 def faulty_bridge(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of mcore-bridge that does not divide lambda by the number of MTP layers."""
+    """Create a copy of mcore-bridge that does not divide lambda by the number of MTP layers."""
     folder = tmp_path_factory.mktemp("faulty")
     shutil.copytree(MS_SWIFT / "mcore_bridge", folder / "mcore_bridge", ignore=shutil.ignore_patterns("__pycache__"))
     model = folder / "mcore_bridge/model/gpt_model.py"
@@ -213,7 +213,7 @@ HIDDEN = (
     "transformers tokenizers safetensors yaml psutil tqdm huggingface_hub sentencepiece tensorboard datasets "
     "megatron.training megatron_mtp.model megatron_mtp.megatron"
 ).split()
-"""What this package or Megatron's training script needs, and prove does not."""
+"""Modules that this package or Megatron's training script needs, but prove does not."""
 
 ALONE = {
     "gpt": FLAGS.split()[:-4],

@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to over its DevTools pipe: opens a page and tells what it asked for, said and drew."""
+"""A headless Chromium, controlled over its DevTools pipe: open a page and report its requests, messages and drawing."""
 
 import json
 import os
@@ -13,17 +13,17 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 TIMEOUT = 60
 """Seconds for a page to load."""
 SETTLED = 0.5
-"""Seconds after loading in which a page may still say something."""
+"""Seconds after loading in which a page may still print messages."""
 
 
 def find_browser() -> str | None:
-    """The command of a Chromium: what CHROMIUM names, or one on the PATH."""
+    """Return the command of a Chromium: the variable CHROMIUM, or one on the PATH."""
     named = [os.environ["CHROMIUM"]] if "CHROMIUM" in os.environ else list(NAMES)
     return next((path for name in named if (path := shutil.which(name))), None)
 
 
 class Browser:
-    """One process; commands go to its descriptor 3 and answers come from 4, as JSON that ends in a zero byte."""
+    """One process; commands go to its descriptor 3, and responses come from 4, as JSON terminated by a zero byte."""
 
     def __init__(self, command: str, profile: Path) -> None:
         from_us, self._write = os.pipe()
@@ -53,33 +53,33 @@ class Browser:
         os.close(self._write)
 
     def open(self, page: Path | str) -> None:
-        """Load a page, a file or an address, and wait until it has said what it has to say."""
+        """Load a page, a file or an address, and wait until it has settled."""
         self.events.clear()
         self.ask("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         deadline = time.monotonic() + TIMEOUT
         while not self.named("Page.loadEventFired"):
             self._take(deadline)
         time.sleep(SETTLED)
-        self.evaluate("0")  # what came before is in the events now
+        self.evaluate("0")  # earlier events have now been read
 
     def evaluate(self, script: str) -> Any:
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         return self.ask("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value")
 
     def complaints(self) -> list[dict[str, Any]]:
-        """What the page or the browser wrote to the console, and what went wrong in it."""
+        """Return console messages of the page and the browser, and errors."""
         return [*self.named("Runtime.consoleAPICalled"), *self.named("Runtime.exceptionThrown"),
                 *self.named("Log.entryAdded")]  # fmt: skip
 
     def requests(self) -> list[str]:
-        """Addresses that were asked for, the page's own among them."""
+        """Return requested addresses, including the page's own."""
         return [event["params"]["request"]["url"] for event in self.named("Network.requestWillBeSent")]
 
     def named(self, method: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event.get("method") == method]
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """The result of a command; events that come before it are kept."""
+        """Return the result of a command; events that arrive before it are stored."""
         self._number += 1
         session = {} if self._session is None else {"sessionId": self._session}
         message = {"id": self._number, "method": method, "params": parameters, **session}
@@ -92,7 +92,7 @@ class Browser:
         return result
 
     def _take(self, deadline: float) -> dict[str, Any]:
-        """The next message."""
+        """Return the next message."""
         while b"\0" not in self._received:
             assert time.monotonic() < deadline, "the browser does not answer"
             assert self._process.poll() is None, f"the browser ended with status {self._process.returncode}"

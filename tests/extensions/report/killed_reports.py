@@ -1,4 +1,4 @@
-"""Pages of a run that are killed while they are made, where there is none yet and where there is an older one.
+"""Kill the creation of a run's page, with and without an existing page.
 
     python killed_reports.py RUN_DIR KILLS SEED
 
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from random import Random
 
-sys.path.append(str(Path(__file__).parents[2] / "support"))  # a process of its own, without pytest's path
+sys.path.append(str(Path(__file__).parents[2] / "support"))  # a separate process, without pytest's path
 
 from killing import Killer
 

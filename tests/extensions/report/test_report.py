@@ -1,4 +1,4 @@
-"""The page of runs: what it shows, that it is one file which asks for nothing, and what bad folders are answered."""
+"""The report page: its contents, that it is a single file without requests, and errors for bad folders."""
 
 import json
 import math
@@ -24,7 +24,7 @@ TREE = {"drafted": [7, 9, 5, None], "parents": [0, 0, 2, 3], "accepted": 2, "emi
 
 
 class Page(HTMLParser):
-    """Every tag that opens is closed, in order; what the page names, says and draws."""
+    """Check that every tag is closed, in order; collect what the page names, prints and draws."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Page(HTMLParser):
             self.words += data
 
     def charts(self) -> dict[str, dict[str, dict[int, Any]]]:
-        """Title to the names of lines to their points."""
+        """Return the points of each line, by title and line name."""
         titles = [str(one["aria-label"]).removesuffix(" over training steps") for one in self.of("div", "chart")]
         lines = [json.loads(text)["data"] for text in self.scripts[:-2]]
         return {
@@ -75,7 +75,7 @@ def rows(depths: int, offset: float = 0.0) -> list[dict[str, Any]]:
 
 
 def started(**arguments: Any) -> dict[str, Any]:
-    """Started once and resumed at step 20."""
+    """Return the arguments of a run that was started once and resumed at step 20."""
     first = {
         "date": "2026-01-31T12:00:00+00:00",
         "iteration": 0,
@@ -191,7 +191,7 @@ def test_evaluations_on_several_sets_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_no_text_of_a_user_is_taken_for_html(tmp_path: Path) -> None:
-    """Names of runs and figures, commands, settings, prompts and drafted tokens."""
+    """Names of runs and metrics, commands, settings, prompts and draft tokens."""
     folder = a_run(tmp_path / "run" / EVIL, drafted=True, data_path=[EVIL])
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"iteration": 50, "split": f"validation-{EVIL}", f"{EVIL} loss": 1.0}) + "\n")
@@ -255,7 +255,7 @@ def test_paths_of_a_tree() -> None:
 
 
 def _contrast(one: str, other: str) -> float:
-    """WCAG 2's."""
+    """Return WCAG 2's contrast ratio."""
 
     def light(color: str) -> float:
         channels = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
@@ -267,7 +267,7 @@ def _contrast(one: str, other: str) -> float:
 
 
 def test_lines_and_words_are_seen_on_light_and_dark_paper() -> None:
-    """Contrasts of 3 and 4.5 are what WCAG asks of graphics and of text."""
+    """WCAG requires contrasts of 3 for graphics and 4.5 for text."""
     schemes = [dict(re.findall(r"--(\w+): (#\w+)", part)) for part in STYLE.split("prefers-color-scheme: dark")]
     assert len(schemes) == 2
     for scheme in schemes:

@@ -1,4 +1,4 @@
-"""The page of runs as a browser shows it: no complaints, no requests, readable at any width, in both schemes."""
+"""The report page in a browser: no errors, no requests, readable at any width, in both color schemes."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs of 50 steps with long names, one of which has drafted and says how it was started."""
+    """Create two runs of 50 steps with long names, one of which drafts and records how it was started."""
     folder = tmp_path_factory.mktemp("runs")
     runs = [folder / name for name in ("one", "a-run-with-a-name-that-is-wider-than-a-telephone-is-<b>")]
     for run in runs:
@@ -70,7 +70,7 @@ def test_the_page_is_drawn_without_complaints_and_without_a_network(browser: Bro
 WORDS = """[...document.querySelectorAll('body *')].filter(e => e.checkVisibility()
     && !['SCRIPT', 'STYLE'].includes(e.tagName)
     && [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()))"""
-"""Elements with text of their own."""
+"""Elements that have their own text."""
 
 
 @pytest.mark.parametrize("width", [400, 1400])

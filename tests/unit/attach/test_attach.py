@@ -1,4 +1,4 @@
-"""`megatron-mtp attach`: its steps are commands that the verbs take, in order; a finished one is not taken again."""
+"""`megatron-mtp attach`: its steps are valid commands in order, and a finished step is not repeated."""
 
 import json
 import os
@@ -45,7 +45,7 @@ ORDER = "preprocess convert convert train train convert convert generate".split(
 
 
 def give_tokenizer(model: Path) -> None:
-    """A byte-level one."""
+    """Write a byte-level tokenizer."""
     tokenizer_in(model.parent / "tokenizer").save_pretrained(model)
 
 
@@ -63,7 +63,7 @@ def test_every_step_is_a_command_that_its_verb_takes(layers: str, model: Path, t
     assert training[training.index("--load") + 1] == str(tmp_path / "run" / "start")
     for words in (before, training):
         assert words[words.index("--mtp-num-layers") + 1] == "3"
-        assert words.count("--bf16") == 1  # the one that was given
+        assert words.count("--bf16") == 1  # the given one
         assert words[words.index("--bf16") :][:3] == ["--bf16", "--seed", "7"]
 
 
@@ -150,7 +150,9 @@ def test_own_texts_can_be_written_by_a_server(model: Path, tmp_path: Path, capsy
 
 
 def trained_run(run: Path, before: dict[str, list[int]], after: dict[str, list[int]]) -> None:
-    """A run whose layers were measured before and after the training: tokens of ten accepted in documents by source."""
+    """Create a run whose layers were measured before and after training: accepted tokens out of ten, per document and
+    source.
+    """
     for folder, sources in ((run / "before", before), (run, after)):
         folder.mkdir(parents=True, exist_ok=True)
         numbers = iter(range(99))
@@ -164,7 +166,7 @@ def trained_run(run: Path, before: dict[str, list[int]], after: dict[str, list[i
 
 
 MIXED = [2, 8, 4, 6, 3, 7, 5, 5]
-"""Of ten in eight documents: 1.500 tokens a forward."""
+"""Accepted tokens out of ten in eight documents: 1.500 tokens per forward pass."""
 
 
 @pytest.mark.parametrize(("fallen", "donor"), [("all", None), ("all", "glm"), ("chat", None), ("none", None)])
@@ -179,7 +181,7 @@ def test_layers_that_draft_worse_than_before_are_not_exported(
         check_gain(args)
         return
     said = "those of --donor" if donor else "at their start"
-    where = "all text" if fallen == "all" else "chat"  # where it has gained on code, and on all text
+    where = "all text" if fallen == "all" else "chat"  # it has improved on code and on all text
     with pytest.raises(ValueError, match=rf"worse than {said} on {where}: 1.400 .* 1.500 .*--allow-w"):
         check_gain(args)
     check_gain(replace(args, allow_worse=True))
@@ -191,7 +193,7 @@ def test_layers_that_draft_worse_than_before_are_not_exported(
 
 
 def test_a_loss_within_its_error_is_none(model: Path, tmp_path: Path) -> None:
-    """Half of the documents gain as much as the others lose, but for one token."""
+    """Half of the documents gain as much as the others lose, except for one token."""
     after = [each + (2 if place % 2 else -2) for place, each in enumerate(MIXED)]
     trained_run(tmp_path / "run", {"text": MIXED}, {"text": [after[0] - 1, *after[1:]]})
     check_gain(settings(model, tmp_path / "run"))
@@ -202,7 +204,7 @@ def test_a_loss_within_its_error_is_none(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("after", "worse"), [(1.91, False), (1.89, True), (1.85, True)])
 def test_worse_is_a_fall_beyond_the_stated_error(after: float, worse: bool) -> None:
-    """The error is two standard errors already."""
+    """The stated error is already two standard errors."""
     assert Gain(2.0, after, 0.1).is_worse == worse
 
 
@@ -237,7 +239,7 @@ def test_the_record_says_what_training_gained(model: Path, tmp_path: Path) -> No
 
 
 def finish_trial(words: list[str] | None, length: float) -> str:
-    """As its evaluation ends it; returns the folder's name."""
+    """Finish a trial as its evaluation does; return the folder's name."""
     assert words is not None
     folder = Path(words[words.index("--mtp-metrics-dir") + 1])
     folder.mkdir(parents=True)
@@ -251,8 +253,9 @@ def finish_trial(words: list[str] | None, length: float) -> str:
 def test_probe_and_guard_cost_at_most_15_percent_of_the_steps(
     steps: int, flags: tuple[str, ...], model: Path, tmp_path: Path
 ) -> None:
-    """By the commands themselves, a step and an evaluated batch counted alike; the guard has three evaluations at
-    least."""
+    """Counted from the commands, with a step and an evaluated batch costing the same; the guard has at least three
+    evaluations.
+    """
     args = settings(model, tmp_path / "run", "--steps", str(steps), *flags)
 
     def number(words: list[str], flag: str) -> int:
@@ -267,7 +270,7 @@ def test_probe_and_guard_cost_at_most_15_percent_of_the_steps(
     assert spent == budget_of(args).probe
     train = command_of("train", args)
     assert train is not None
-    evaluations = 2 + steps // number(train, "--eval-interval")  # before and after it
+    evaluations = 2 + steps // number(train, "--eval-interval")  # including before and after training
     spent += evaluations * number(train, "--eval-iters")
     assert spent <= max(0.15 * steps, 3 * int(args.evaluated_batches))
     assert bool(budget_of(args).probe) == (steps >= (100_000 if "--evaluated-batches" in flags else 6000))
@@ -306,7 +309,7 @@ def test_trials_of_an_array_are_those_of_the_first_round(model: Path, tmp_path: 
 
 
 def test_a_trial_that_fails_is_the_worst(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loss that diverges ends its command, and not the probe."""
+    """A diverging loss ends its own command but not the probe."""
     args, ran = settings(model, tmp_path / "run", "--steps", "6000", "--loss", "kd"), []
 
     def run(step: Step, args: AttachSettings) -> int:
@@ -323,13 +326,13 @@ def test_a_trial_that_fails_is_the_worst(model: Path, tmp_path: Path, monkeypatc
     assert [row["expected accepted length"] for row in trials] == [1.5, 0, 1.5, 1.5, 1.5]
 
 
-# --- a trunk in Megatron's form --------------------------------------------------------------------------------------
+# --- a Megatron checkpoint as the trunk ------------------------------------------------------------------------------
 
 
 def test_a_trunk_of_megatrons_is_attached_to_without_its_weights_elsewhere(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing loads it whole: no fit, no proof of logits, no drafting in one process."""
+    """Nothing loads the whole model: no fit, no logit comparison, no drafting in one process."""
     trunk = tmp_path / "trunk"
     trunk.mkdir()
     given = ["--load", str(trunk)]
@@ -366,7 +369,7 @@ def test_a_schedule_of_losses_reaches_the_training(
 
 def test_held_out_text_is_neither_trained_on_nor_continued_for_it(model: Path, tmp_path: Path) -> None:
     args = settings(model, tmp_path / "run", "--self-generated", "200")
-    split = "98,2,0"  # the last documents are for validation, whichever command cuts them
+    split = "98,2,0"  # the last documents are for validation in every command
     for name in ("before", "train"):
         training = command_of(name, args)
         assert training is not None
@@ -457,7 +460,7 @@ def test_the_layers_of_a_donor_are_grafted_on_the_model(model: Path, tmp_path: P
     commands = {name: command_of(name, args) or [] for name in STEPS}
     for words in filter(None, commands.values()):
         parse("megatron-mtp", *words)
-    assert commands["trunk"] == []  # the graft reads the folder itself, whose config may count lost layers
+    assert commands["trunk"] == []  # the graft reads the folder itself, whose config may count missing layers
     assert commands["start"][:5] == ["convert", "graft", "donor", str(model), str(run / "start")]
     assert dict(pairwise(commands["sample"]))["--load"] == str(run / "start")
     assert "--family" not in commands["export"]
@@ -500,7 +503,7 @@ def test_a_run_inside_the_model_is_refused(model: Path, capsys: pytest.CaptureFi
 def test_other_settings_than_those_of_a_run_are_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its finished steps would be taken for those of the other model, corpus or layers."""
+    """Otherwise finished steps of another model, corpus or kind of layers would be reused."""
     started, run = commands(monkeypatch), tmp_path / "run"
     given = ["attach", str(model), "texts", str(run)]
     assert cli.main([*given, "--steps", "10"]) == 0
@@ -590,7 +593,7 @@ def test_a_trunk_without_a_form_is_told_before_the_training(
 
 
 def finish(run: Path) -> None:
-    """As all steps leave the folder."""
+    """Leave the folder as all steps would."""
     for folder in ("trunk", "start", "before", "checkpoint", "exported"):
         (run / folder).mkdir(parents=True)
     (run / "before" / "documents.json").write_text('{"sources": {}}')
@@ -602,7 +605,7 @@ def test_what_is_finished_is_not_done_again(model: Path, tmp_path: Path) -> None
     args = settings(model, tmp_path)
     finish(tmp_path)
     left = {name for name in STEPS if command_of(name, args)}
-    assert left == {"corpus", "train", "verify", "draft"}  # which find out by themselves, or cost little
+    assert left == {"corpus", "train", "verify", "draft"}  # they detect it themselves, or are cheap
     (tmp_path / "before" / "documents.json").unlink()
     assert command_of("before", args)
     training = command_of("train", args)
@@ -620,7 +623,7 @@ def test_a_folder_that_is_older_than_the_checkpoint_is_exported_anew(model: Path
 
 
 def commands(monkeypatch: pytest.MonkeyPatch, failing: str = "none") -> list[list[str]]:
-    """Those that would be started from now on; one with this word fails."""
+    """Return the commands that are started from now on; one that contains this word fails."""
     started: list[list[str]] = []
 
     def run(command: list[str]) -> SimpleNamespace:
@@ -654,7 +657,7 @@ def test_a_step_that_fails_ends_the_others(model: Path, tmp_path: Path, monkeypa
 def test_a_corpus_of_too_few_documents_is_refused_before_anything_is_fitted_to_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """2 % of three documents are none."""
+    """2 % of three documents is zero documents."""
     started, run = commands(monkeypatch), tmp_path / "run"
     (run / "data").mkdir(parents=True)
     prefix = write_dataset(run / "data/corpus", [[5, 6, 0], [9, 0], [7, 0]])
@@ -679,7 +682,7 @@ def test_one_step_alone_runs_in_this_process(model: Path, tmp_path: Path, monkey
         ("convert", ["verify", str(tmp_path / "run/exported"), str(tmp_path / "run/checkpoint")])
     ]
     finish(tmp_path / "run")
-    assert attach.main([*given, "trunk"], "attach") == 0  # which is done
+    assert attach.main([*given, "trunk"], "attach") == 0  # it is finished
     assert len(ran) == 1
 
 
@@ -702,8 +705,8 @@ def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path, capsys: pytest
         ("/models/qwen", False),
         ("./models/qwen", False),
         ("a/b/c", False),
-        ("tests/unit", False),  # a folder here
-        ("tests/no_such", False),  # beside others: a path that is misspelt
+        ("tests/unit", False),  # a local folder
+        ("tests/no_such", False),  # its parent exists: a misspelled path
     ],
 )
 def test_a_name_on_the_hub_is_no_path(name: str, is_name: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -757,7 +760,7 @@ def test_the_names_of_the_hubs_errors_are_those_of_its_package() -> None:
 
 
 def test_the_wheel_has_all_that_the_verbs_need(tmp_path: Path) -> None:
-    """Built, unpacked and run in a folder of its own, without the repository."""
+    """Build the wheel, unpack it, and run it in its own folder, without the repository."""
     root = Path(__file__).parents[3]
     build = f"from setuptools.build_meta import build_wheel; build_wheel({str(tmp_path)!r})"
     source = tmp_path / "source"

@@ -1,4 +1,4 @@
-"""attach.py with a drafter on stock models: the policy does not change by a bit, and the drafter learns as in `train`.
+"""attach.py with a drafter on stock models: the policy is bit-identical, and the drafter learns as in `train`.
 
 tests/functional/test_attached_layouts.py has other layouts.
 """
@@ -41,7 +41,7 @@ FORMS = ["rows", "packed"]
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_a_new_drafter_begins_as_in_train_and_all_of_it_learns(kind: str) -> None:
-    """Its weights are those of --mtp-init random with torch's seed; none stays without a gradient."""
+    """Its weights equal --mtp-init random with torch's seed; every weight gets a gradient."""
     torch.manual_seed(11)
     batch, model = make_batch(STEPS), stock("dense", **LAYERS)
     attached = attach(model, settings=settings_of(kind))
@@ -54,7 +54,7 @@ def test_a_new_drafter_begins_as_in_train_and_all_of_it_learns(kind: str) -> Non
             assert expected is not None
             torch.testing.assert_close(each.detach(), expected)
     optimizer = torch.optim.SGD(own.values(), lr=0.1)
-    for _ in range(2):  # a factor that begins as zeros keeps the gradient from the other in the first step
+    for _ in range(2):  # in the first step, a zero-initialized factor blocks the other's gradient
         optimizer.zero_grad()
         model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
         attached.loss(*given(batch)).loss.backward()
@@ -87,7 +87,7 @@ def test_the_policy_does_not_change_by_a_bit(trunk: str, kind: str, depths: int 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_loss_and_gradients_are_those_of_a_trained_stage(kind: str, form: str) -> None:
-    """Those of `train --drafter` on a frozen trunk."""
+    """Compared with `train --drafter` on a frozen trunk."""
     batch, packed = batch_of(form)
     ours, model = our_model(STEPS, drafter_layers=(), drafter=trained(kind), **LAYERS), stock("dense", **LAYERS)
     attached = attach(model, settings=settings_of(kind))
@@ -102,7 +102,7 @@ def test_loss_and_gradients_are_those_of_a_trained_stage(kind: str, form: str) -
 
 @pytest.mark.parametrize("progress", [0.0, 0.25, 1.0])
 def test_domino_has_the_share_of_its_run_without_the_bias(progress: float) -> None:
-    """The loop says how much of its run is over; the gradients are those of `train` then."""
+    """The loop passes the fraction of its run that is over; the gradients match `train` at that point."""
     batch, model = make_batch(STEPS), stock("dense", **LAYERS)
     ours = our_model(STEPS, drafter_layers=(), drafter=trained("domino"), **LAYERS)
     attached = attach(model, settings=settings_of("domino"))
@@ -116,7 +116,7 @@ def test_domino_has_the_share_of_its_run_without_the_bias(progress: float) -> No
 
 
 def test_the_loss_rides_in_a_forward_of_its_own_accord() -> None:
-    """With weight=, as where a framework owns the loop: the same gradients as of `Attached.loss`."""
+    """With weight=, for frameworks that own the loop: the same gradients as `Attached.loss`."""
     batch, gradients = make_batch(STEPS), []
     for weight in (None, 0.3):
         model = stock("dense", **LAYERS)
@@ -131,7 +131,7 @@ def test_the_loss_rides_in_a_forward_of_its_own_accord() -> None:
 
 
 def test_a_reference_policys_forward_in_between_changes_nothing() -> None:
-    """The states that the drafter reads are those of the forward whose loss is asked for."""
+    """The drafter reads the states of the forward pass whose loss is requested."""
     losses = []
     for runs_in_between in (False, True):
         batch, model = make_batch(STEPS), stock("dense", **LAYERS)
@@ -193,7 +193,7 @@ def test_a_block_that_cannot_be_made_leaves_the_model_as_it_was() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_the_exported_folder_drafts_as_the_attached_drafter(kind: str, tmp_path: Path) -> None:
-    """Plain torch on the folder alone has the attached drafter's distance from the trunk, draft by draft."""
+    """Plain torch with only the folder gives the attached drafter's distance from the trunk, draft by draft."""
     model, batch = stock("dense", **LAYERS), make_batch(STEPS)
     attached = attach(model, settings=settings_of(kind, mtp_loss="tv"))
     draw(model)
@@ -207,7 +207,7 @@ def test_the_exported_folder_drafts_as_the_attached_drafter(kind: str, tmp_path:
     form = read_drafter(tmp_path / "drafter", trunk_of(tmp_path / "drafter"))
     assert form.settings["drafts"] in (STEPS, None)
     reference, words_VH = REFERENCES[kind](tmp_path / "drafter"), model.embedding.word_embeddings.weight
-    reference.weights.pop("candidate_selector.predecessor_codebook", None)  # rows learn by logits before the choice
+    reference.weights.pop("candidate_selector.predecessor_codebook", None)  # rows learn before the selection
     head_VH, drafts = model.output_layer.weight, STEPS if reference.at_once else 1
     distances = [list[Tensor]() for _ in range(drafts)]
     for row, tokens_S in enumerate(tokens_BS):
@@ -232,7 +232,7 @@ def test_the_exported_folder_drafts_as_the_attached_drafter(kind: str, tmp_path:
 
 @pytest.mark.parametrize("kind", [None, "eagle3", "dspark"])
 def test_rows_that_only_pad_the_vocabulary_have_no_probability(kind: str | None, tmp_path: Path) -> None:
-    """The loss does not change with them, and the drafter's folder has no row for them."""
+    """They do not change the loss, and the drafter's folder has no rows for them."""
     losses, tokens = [], VOCABULARY - 5
     batch = make_batch(STEPS)
     text = batch["tokens"].clamp(max=tokens - 1)
@@ -253,7 +253,7 @@ def test_rows_that_only_pad_the_vocabulary_have_no_probability(kind: str | None,
 
 
 def test_virtual_stages_on_two_ranks_are_told_how_to_communicate() -> None:
-    """Megatron batches what goes forward and backward between two ranks, and each takes the other's for its own."""
+    """On two ranks, Megatron batches forward and backward messages, and ranks would mistake each other's."""
     model = stock("dense", **LAYERS)
     model.vp_stage, model.pg_collection = 0, copy.copy(model.pg_collection)
     model.pg_collection.pp = SimpleNamespace(size=lambda: 2, rank=lambda: 0)

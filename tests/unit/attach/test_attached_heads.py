@@ -1,4 +1,4 @@
-"""attach.py with several heads at once: each learns as it does alone, and the policy does not change by a bit.
+"""attach.py with several heads at once: each learns as it does alone, and the policy is bit-identical.
 
 tests/functional/test_attached_layouts.py has other layouts.
 """
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 NAMES, DRAFTERS = ["dspark", "mtp", "eagle3"], ["dspark", "eagle3"]
 WITH_VOCABULARY = [kind for kind in SETTINGS if kind not in ("dflash2", "domino")]
-"""Kinds that can have a draft vocabulary."""
+"""Kinds that support a draft vocabulary."""
 
 
 def forward(model: Any, batch: dict[str, Any], packed: Any = None) -> Tensor:
@@ -72,7 +72,7 @@ def test_several_heads_do_not_change_the_policy_by_a_bit(trunk: str, form: str) 
 
 @pytest.mark.parametrize("form", ["rows", "packed"])
 def test_each_head_learns_as_it_does_alone(form: str) -> None:
-    """Its loss and gradients, times its weight, bit by bit; the sum has every weight."""
+    """Its loss and gradients, scaled by its weight, bit by bit; the sum includes every weight."""
     (batch, packed), (model, attached) = batch_of(form), with_several()
     draw(model)
     forward(model, batch, packed)
@@ -108,7 +108,7 @@ def test_the_losses_that_ride_along_are_logged_without_a_graph() -> None:
 
 
 def test_the_policys_clip_does_not_see_the_heads_gradients() -> None:
-    """Groups for an optimizer of torch: the policy's weights after clipped steps are those of a loop without heads."""
+    """With groups for a torch optimizer, the policy's weights after clipped steps match a loop without heads."""
     batch, weights, norms = make_batch(STEPS), [], []
     for has_heads in (False, True):
         model = stock("dense", **LAYERS)
@@ -155,7 +155,7 @@ def test_every_head_has_a_rate_of_its_own_in_megatrons_optimizer() -> None:
 
 
 def gradients_of_ours(ours: Any, batch: dict[str, Any], packed: Any, settings: MTPConfig, step: int) -> dict[str, Any]:
-    """Of a model that `train` builds, by Megatron's names."""
+    """Return gradients of a model that `train` builds, by Megatron's names."""
     head = attached_of(ours).heads[0]
     states_SBH = ours(
         *(batch[name] for name in ("tokens", "position_ids", "attention_mask")),
@@ -169,7 +169,7 @@ def gradients_of_ours(ours: Any, batch: dict[str, Any], packed: Any, settings: M
 
 @pytest.mark.parametrize("form", ["rows", "packed"])
 def test_an_attached_layer_is_unrolled_as_in_train(form: str) -> None:
-    """One layer in three passes: the gradients of all weights are those of a repeated layer."""
+    """One layer in three passes: all gradients match a repeated layer."""
     (batch, packed), settings = batch_of(form), MTPConfig(mtp_unroll=STEPS, mtp_loss_weights="1,0.8,0.5")
     model, ours = stock("dense"), our_model(STEPS, mtp_use_repeated_layer=True)
     attached = attach(model, 1, settings)
@@ -201,7 +201,7 @@ def test_attached_layers_mix_states_as_in_train_anew_in_every_step(form: str) ->
         weights = dict(model.named_parameters())
         assert [name for name, grad in wanted.items() if relative_difference(weights[name].grad, grad) > 1e-5] == []
         seen.append(made.depth_means.tolist())
-    assert seen[0][0] == seen[1][0]  # depth 1 has the trunk's state alone
+    assert seen[0][0] == seen[1][0]  # depth 1 only has the trunk's state
     assert seen[0][1:] != seen[1][1:]
 
 
@@ -233,7 +233,7 @@ def test_an_unroll_needs_one_layer(heads: list[Head], said: str) -> None:
         attach(stock("dense", **LAYERS), heads=heads)
 
 
-# --- loops with more than one forward, or more than text --------------------------------------------------------------
+# --- loops with several forward passes, or with images ----------------------------------------------------------------
 
 
 def log_probability(logits_BSV: Tensor, batch: dict[str, Any]) -> Tensor:
@@ -242,7 +242,7 @@ def log_probability(logits_BSV: Tensor, batch: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize("has_reference", [False, True], ids=["no reference", "reference passes in between"])
 def test_the_two_forwards_of_a_preference_loss_train_the_heads_on_both(has_reference: bool) -> None:
-    """As in DPO, with one backward pass; the reference is the same model under no_grad, which sees other states."""
+    """As in DPO, with one backward pass; the reference is the same model under no_grad, which sees different states."""
     pair, gradients = [make_batch(STEPS, seed=seed) for seed in (2, 3)], list[dict[str, Any]]()
     for has_heads in (False, True):
         model, total = stock("dense", **LAYERS), torch.zeros(())
@@ -280,7 +280,7 @@ def test_the_first_of_two_forwards_cannot_be_asked_for_after_the_second() -> Non
 
 
 def test_the_heads_learn_nothing_of_placeholders_and_the_images_embeddings_pass() -> None:
-    """Ids that stand for an image count as those below 0 do: what they are embedded as changes neither loss."""
+    """Image placeholder ids count like negative ids: their embeddings change neither loss."""
     batch, image, losses = make_batch(STEPS), VOCABULARY - 1, []
     text_BS = batch["tokens"].clamp(max=image - 1)
     images_BS = text_BS.clone()
@@ -327,7 +327,7 @@ def test_a_drafter_that_fsdp_has_sharded_by_itself_is_refused() -> None:
 
 
 def test_megatron_fsdp_is_refused() -> None:
-    """It marks the weights so; it runs on GPUs alone."""
+    """Recognized by its mark on the weights; it only runs on GPUs."""
     (model, attached), batch = with_several(), make_batch(STEPS)
     for weight in model.parameters():
         weight._megatron_fsdp_model = model
@@ -341,7 +341,7 @@ def test_megatron_fsdp_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", WITH_VOCABULARY)
 def test_a_drafter_with_a_draft_vocabulary_learns_as_in_train(kind: str, tmp_path: Path) -> None:
-    """Its rows of the head begin as the policy's, and their gradients and all others are those of a trained stage."""
+    """Its output rows start as the policy's, and all gradients match a trained stage."""
     batch, model = make_batch(STEPS), stock("dense", **LAYERS)
     draw(model)
     head = Head(settings_of(kind, mtp_draft_vocab_file=str(vocabulary_in(tmp_path))))
@@ -361,7 +361,7 @@ def test_a_drafter_with_a_draft_vocabulary_learns_as_in_train(kind: str, tmp_pat
 
 
 def test_mtp_layers_with_a_draft_vocabulary_learn_its_tokens_alone(tmp_path: Path) -> None:
-    """The loss is that of a model that `train` builds with the same list."""
+    """The loss matches a model that `train` builds with the same list."""
     batch, model = make_batch(2), stock("dense")
     settings = MTPConfig(mtp_loss="kd", mtp_draft_vocab_file=str(vocabulary_in(tmp_path)))
     attached, ours = attach(model, 2, settings), our_model(2, drafted=DRAFTED)
@@ -423,7 +423,7 @@ def test_a_drafter_alone_leaves_megatrons_own_block_as_it_is() -> None:
 
 
 def test_depths_and_settings_are_short_for_heads() -> None:
-    """The same modules, settings and losses."""
+    """They give the same modules, settings and losses."""
     batch, losses, made = make_batch(STEPS), [], []
     ways: list[dict[str, Any]] = [
         {"depths": 2, "settings": settings_of("eagle3", mtp_loss="kd")},
@@ -441,7 +441,7 @@ def test_depths_and_settings_are_short_for_heads() -> None:
 
 
 def test_a_policys_checkpoint_loads_strictly_with_and_without_the_heads() -> None:
-    """New heads stay as they are where it has none of them; one that has a part of a head is refused."""
+    """New heads keep their values if the checkpoint has none of them; a checkpoint with part of a head is rejected."""
     (model, _), plain = with_several(), stock("dense", **LAYERS)
     draw(plain)
     policy, heads = (
@@ -463,7 +463,7 @@ def test_a_policys_checkpoint_loads_strictly_with_and_without_the_heads() -> Non
 
 
 def test_heads_have_keys_of_their_own_in_checkpoints(tmp_path: Path) -> None:
-    """So that a distributed checkpoint gives each of them back."""
+    """So that a distributed checkpoint restores each of them."""
     (model, _), (other, _) = with_several(), with_several()
     draw(model)
     keys = {name: entry.key for name, entry in model.sharded_state_dict().items()}
@@ -497,7 +497,7 @@ def test_a_named_head_is_exported_as_if_it_were_alone(name: str, tmp_path: Path)
 
 
 def test_the_stream_of_each_drafter_follows_the_steps_of_a_wrapped_model(tmp_path: Path) -> None:
-    """What a running engine gets after a step is what the folder of that step would have."""
+    """A running engine gets after a step what the folder of that step would contain."""
     (model, attached), batch = with_several(), make_batch(STEPS)
     draw(model)
     wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)

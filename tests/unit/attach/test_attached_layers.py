@@ -1,4 +1,4 @@
-"""attach.py on stock models in one process: the trunk does not change by a bit, and the depths learn as ours do.
+"""attach.py on stock models in one process: the trunk is bit-identical, and the MTP layers learn as ours do.
 
 tests/functional/test_attached_layouts.py has the other layouts.
 """
@@ -49,7 +49,7 @@ def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [name for name, value in expected.items() if not torch.equal(found[name], value)]
 
 
-# --- the trunk is that of a step without the layers ------------------------------------------------------------------
+# --- the trunk equals that of a step without the layers ---------------------------------------------------------------
 
 TRUNKS = [
     *((kind, tied, own) for kind in ("dense", "moe", "latent") for tied in (False, True) for own in (None, 2)),
@@ -66,7 +66,7 @@ TRUNKS = [
 def test_logits_gradients_and_a_step_of_the_trunk_do_not_change_by_a_bit(
     kind: str, tied: bool, own: int | None, form: str
 ) -> None:
-    """With new depths, and with those of Megatron's own block."""
+    """With new MTP layers, and with those of Megatron's own block."""
     batch, packed = make_batch(2), None
     if form == "packed":
         batch, packed = packed_batch(batch)
@@ -86,7 +86,7 @@ def test_logits_gradients_and_a_step_of_the_trunk_do_not_change_by_a_bit(
 
 
 def test_a_loss_that_trains_the_trunk_too_changes_it() -> None:
-    """The comparison can fail."""
+    """Shows that the comparison can fail."""
     plain, model, batch = stock("dense"), stock("dense"), make_batch(2)
     attached = attach(model, 2)
     for each in (plain, model):
@@ -97,7 +97,7 @@ def test_a_loss_that_trains_the_trunk_too_changes_it() -> None:
     assert differing(found, expected)
 
 
-# --- the depths learn what those of this package's own model do ------------------------------------------------------
+# --- the MTP layers learn as those of this package's own model --------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["rows", "packed"])
@@ -141,9 +141,10 @@ def test_loss_and_gradients_are_those_of_this_packages_model(
 def test_depths_of_megatrons_block_have_the_losses_of_megatrons_training(
     position: str, form: str, has_labels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A later token is embedded at its own position, where the embedding adds one; without labels the mask moves too.
+    """A later token is embedded at its own position if the embedding adds positions; without labels the mask shifts
+    too.
 
-    A policy's forward gives no labels: Megatron then takes the mask to stand at the tokens that count.
+    A policy's forward pass has no labels: Megatron then expects the mask at the tokens that count.
     """
     batch, found = make_batch(2, torch.ones(3, 16) if has_labels else None), list[dict[str, Any]]()
     forms: dict[str, Any] = {"labels": batch["labels"]} if has_labels else {}
@@ -167,7 +168,7 @@ def test_depths_of_megatrons_block_have_the_losses_of_megatrons_training(
 
 @pytest.mark.parametrize("form", ["rows", "packed"])
 def test_the_mask_of_a_forward_without_labels_stands_where_the_framework_says(form: str) -> None:
-    """At tokens, at labels as slime's, or at tokens with labels that are the tokens, as NeMo-RL's fused head has it."""
+    """At tokens, at labels as in slime, or at tokens with labels equal to the tokens, as in NeMo-RL's fused head."""
     batch, packed, means = make_batch(2), None, []
     if form == "packed":
         batch, packed = packed_batch(batch)
@@ -232,7 +233,7 @@ def test_documents_without_packed_parameters_end_the_shifts() -> None:
 
 @pytest.mark.parametrize("part", [(slice(2), slice(None)), (slice(None), slice(8))], ids=["rows", "positions"])
 def test_tokens_of_another_forward_are_refused(part: tuple[slice, slice]) -> None:
-    """As a rank's part of them is, under context parallelism."""
+    """For example a rank's part of them under context parallelism."""
     model, batch = stock("dense"), make_batch(2)
     attached = attach(model, 2)
     model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
@@ -241,14 +242,14 @@ def test_tokens_of_another_forward_are_refused(part: tuple[slice, slice]) -> Non
         attached.loss(*given)
 
 
-# --- the loss that rides along ---------------------------------------------------------------------------------------
+# --- the loss in the forward pass -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["rows", "packed"])
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("kind", tiered([*KINDS, "hybrid"], ["dense", "hybrid"]))
 def test_a_weight_adds_the_same_loss_in_the_forward(kind: str, per_token: bool, form: str) -> None:
-    """The weight's gradients are those of the explicit loss; the forward's output does not change."""
+    """Its gradients match the explicit loss; the forward pass's output does not change."""
     batch, packed = make_batch(2), None
     if form == "packed":
         batch, packed = packed_batch(batch)
@@ -279,7 +280,7 @@ def test_a_weight_adds_the_same_loss_in_the_forward(kind: str, per_token: bool, 
 
 
 def test_a_forward_without_labels_carries_the_loss_of_the_next_tokens() -> None:
-    """A policy's forward gets none; its logits and gradients do not change by a bit."""
+    """A policy's forward pass has no labels; its logits and gradients are bit-identical."""
     batch, kd = make_batch(2), MTPConfig(mtp_train_only=True, mtp_loss="kd")
     plain, explicit, riding = (stock("dense") for _ in range(3))
     attached, alone = attach(explicit, 2, kd), attach(riding, 2, kd, weight=0.3)
@@ -314,14 +315,14 @@ def test_nothing_rides_along_without_gradients_and_a_validation_asks_for_the_los
 
 
 def plain_gradient(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """Of the MTP layers after a step of a loop without a schedule."""
+    """Return the gradient of the MTP layers after a step of a loop without a schedule."""
     model.zero_grad()
     model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]).mean().backward()
     return model.mtp.layers[0].eh_proj.weight.grad.clone()
 
 
 def test_the_scale_of_a_schedule_ends_with_it_and_that_of_a_loop_stays() -> None:
-    """A supervised step between RL steps had the gradient of one of the schedule's microbatches."""
+    """Regression: a supervised step between RL steps got the gradient of one of the schedule's microbatches."""
     model, batch = stock("dense"), make_batch(2)
     attach(model, 2, weight=0.3)
     draw(model)
@@ -348,7 +349,7 @@ def test_the_scale_of_a_schedule_ends_with_it_and_that_of_a_loop_stays() -> None
     for _ in range(2):
         assert relative_difference(plain_gradient(model, batch), first / 4) < 1e-6
     MTPLossAutoScaler.set_loss_scale(torch.tensor(1.0))
-    for _ in range(2):  # the same tensor after every forward
+    for _ in range(2):  # the same tensor after every forward pass
         model.zero_grad()
         nats_BS = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
         MTPLossAutoScaler.set_loss_scale(quarter)
@@ -357,7 +358,7 @@ def test_the_scale_of_a_schedule_ends_with_it_and_that_of_a_loop_stays() -> None
     assert torch.equal(plain_gradient(model, batch), first)
 
 
-# --- which forward the loss is of ------------------------------------------------------------------------------------
+# --- which forward pass the loss belongs to ---------------------------------------------------------------------------
 
 
 def shown(attached: Any, batch: dict[str, Any]) -> list[float]:
@@ -372,7 +373,7 @@ def forward(model: Any, batch: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("freezes", [False, True])
 @pytest.mark.parametrize("form", ["rows", "packed"])
 def test_forwards_without_a_graph_in_between_leave_the_loss_of_the_policys(form: str, freezes: bool) -> None:
-    """A reference policy is the model without its adapters; its attention inputs are not the policy's either."""
+    """A reference policy is the model without its adapters; its attention inputs also differ from the policy's."""
     batch, packed = make_batch(2), None
     if form == "packed":
         batch, packed = packed_batch(batch)
@@ -421,7 +422,7 @@ def test_a_validation_between_a_forward_and_its_loss_has_its_own() -> None:
 
 
 def test_the_loss_of_a_forward_before_the_last_is_refused() -> None:
-    """Of chosen and rejected answers, say: both have the same shape."""
+    """For example of chosen and rejected answers, which have the same shape."""
     model, chosen, rejected = stock("dense"), make_batch(2), make_batch(2, seed=5)
     attached = attach(model, 2)
     for each in (chosen, rejected):
@@ -436,12 +437,12 @@ def test_the_loss_of_a_forward_before_the_last_is_refused() -> None:
 def test_a_checkpoint_around_the_model_trains_the_trunk_or_is_refused(
     reentrant: bool, settings: MTPConfig | None
 ) -> None:
-    """A reentrant one runs the forward without gradients, and again in the backward pass."""
+    """Reentrant checkpointing runs the forward pass without gradients, and again in the backward pass."""
     model, batch, found = stock("dense"), make_batch(2), list[dict[str, torch.Tensor]]()
     attached = attach(model, 2, settings)
     draw(model)
     given = batch["tokens"], batch["labels"], batch["loss_mask"]
-    input_BS = batch["loss_mask"].clone().requires_grad_()  # a reentrant checkpoint wants a gradient of an input
+    input_BS = batch["loss_mask"].clone().requires_grad_()  # reentrant checkpointing needs an input with a gradient
 
     def run(_: torch.Tensor) -> Any:
         return forward(model, batch)
@@ -472,7 +473,7 @@ def test_a_stage_without_tokens_says_so() -> None:
 
 
 def test_routers_of_a_framework_can_leave_positions_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A framework calls no prepare(), and Megatron's own count of tokens for the expert bias fails with a mask."""
+    """A framework does not call prepare(), and Megatron's token count for the expert bias fails with a mask."""
     for patch in (each for each in PATCHES if ".moe.router:" in each.target):
         monkeypatch.setattr(patch.owner(), patch.name.rpartition(".")[2], original_of(patch))
     bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
@@ -488,7 +489,9 @@ def test_routers_of_a_framework_can_leave_positions_out(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_new_layers_are_drawn_where_a_framework_has_turned_that_off(kind: str) -> None:
-    """Megatron-Bridge does so when it loads weights; the layers were uninitialized memory."""
+    """Regression: Megatron-Bridge disables initialization when loading weights, and the layers were uninitialized
+    memory.
+    """
     model = stock(kind, perform_initialization=False)
     attach(model, 2)
     assert not model.config.perform_initialization
@@ -497,7 +500,7 @@ def test_new_layers_are_drawn_where_a_framework_has_turned_that_off(kind: str) -
 
 
 def test_new_layers_take_no_random_numbers_of_the_trunk() -> None:
-    """Dropout of the trunk is that of a run without them."""
+    """The trunk's dropout matches a run without the layers."""
     drawn = []
     for depths in (None, 2):
         model_parallel_cuda_manual_seed(3, force_reset_rng=True)
@@ -519,7 +522,7 @@ def test_layers_of_several_chunks_belong_to_the_one_with_the_head() -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_new_layers_have_the_names_of_megatrons_block(kind: str) -> None:
-    """Exporters of other frameworks read them."""
+    """Exporters of other frameworks read these names."""
     model = stock(kind)
     attach(model, 2)
     assert type(model.mtp) is MultiTokenPredictionBlock
@@ -537,7 +540,7 @@ def test_a_depth_of_a_hybrid_is_the_end_of_its_trunk(pattern: str, end: str) -> 
 
 
 def test_routers_count_the_depths_and_the_positions_inside_alone() -> None:
-    """Their losses have a place for every layer; slots that were shifted in are not routed."""
+    """Their losses have a slot for every layer; positions that were shifted in are not routed."""
     model, batch = stock("moe", moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid"), make_batch(2)
     attached = attach(model, 2)
     destroy_moe_metrics_tracker()
@@ -562,7 +565,9 @@ def test_the_model_has_its_depths_again_after_a_forward_that_failed() -> None:
 
 
 def test_a_forward_after_one_that_the_keyboard_interrupted_leaves_the_depths() -> None:
-    """In a notebook: the model had lost its configuration for good, and with it the scale of the loss."""
+    """Regression: after Ctrl-C in a notebook, the model permanently lost its configuration, and the scale of the loss
+    with it.
+    """
     model, batch = stock("dense", True), make_batch(2)
     attach(model, 2, weight=0.3)
     config, arguments = model.config, (batch["tokens"], batch["position_ids"], batch["attention_mask"])
@@ -581,7 +586,7 @@ def test_a_forward_after_one_that_the_keyboard_interrupted_leaves_the_depths() -
 
 
 class Adapted(torch.nn.Module):
-    """A low-rank adapter on a linear layer of Megatron's."""
+    """A low-rank adapter on a Megatron linear layer."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -608,7 +613,7 @@ HEADS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", HEADS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_that_computes_more_than_its_weight_or_other_numbers_is_refused(case: str, tied: bool) -> None:
-    """On the model before `attach`, and put there afterwards; the layers would learn the head without it."""
+    """Present before `attach`, or added afterwards; the layers would learn from the head without it."""
     (replaced, sentence), batch = HEADS[case], make_batch(2)
     before, after = stock("dense", tied), stock("dense", tied)
     before.output_layer = replaced(before.output_layer)
@@ -632,7 +637,7 @@ def test_a_tensor_parallel_rank_has_its_slice_of_the_head() -> None:
 
 
 def test_a_head_that_replaces_another_is_the_one_that_is_learned() -> None:
-    """An output layer of other weights, after `attach`."""
+    """An output layer with other weights, set after `attach`."""
     batch, means = make_batch(2), []
     for replaces in (False, True):
         model, other = stock("dense"), stock("dense")
@@ -666,7 +671,9 @@ def test_the_embedding_of_a_later_stages_tied_head_follows_the_head() -> None:
 
 
 def test_a_deep_copy_trains_its_own_depths() -> None:
-    """An average of the weights, say, which ran the original's; process groups cannot be copied, and are kept."""
+    """Regression: a deep copy, such as a weight average, ran the original's layers. Process groups cannot be copied,
+    and are shared.
+    """
     model, batch = stock("dense"), make_batch(2)
     attach(model, 2)
     values = [
@@ -680,7 +687,7 @@ def test_a_deep_copy_trains_its_own_depths() -> None:
 
 
 def test_settings_of_the_configuration_that_change_later_hold_in_the_forward() -> None:
-    """Schedules and loops set fields of it between forwards."""
+    """Schedules and loops set fields of it between forward passes."""
     model, batch, seen = stock("dense"), make_batch(2), []
     attach(model, 2)
     model.decoder.register_forward_hook(lambda *_: seen.append((model.config.timers, model.config.mtp_num_layers)))
@@ -701,7 +708,7 @@ def test_a_trunk_in_bfloat16_gets_layers_in_bfloat16() -> None:
 
 
 def test_new_layers_keep_the_types_that_a_trunk_of_several_has() -> None:
-    """Mamba's decays are float32 in a model of bfloat16."""
+    """Mamba's decays are float32 in a bfloat16 model."""
     model = stock("hybrid", bf16=True, params_dtype=torch.bfloat16)
     attach(model, 1, block="M-")
     trunk, layer = model.decoder.layers[0], model.mtp.layers[0].mtp_model_layer.layers[0]
@@ -778,7 +785,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", FIELDS)
 def test_what_hooks_would_miss_is_refused(case: str) -> None:
-    """By fields that Megatron checks where the model is built, on GPUs; so they are set afterwards."""
+    """Megatron checks these fields when it builds a model, on GPUs; so they are set afterwards."""
     model, (changes, sentence) = stock("dense"), FIELDS[case]
     vars(model.config).update(changes)
     with pytest.raises(ValueError, match=sentence):
@@ -787,7 +794,7 @@ def test_what_hooks_would_miss_is_refused(case: str) -> None:
 
 
 def test_a_trunk_of_several_residual_streams_is_refused_by_its_layers() -> None:
-    """Its flag has one name in Megatron's main and another one in its dev branch."""
+    """Its flag has different names in Megatron's main and dev branches."""
     model = stock("dense")
     model.decoder.layers[0].mlp_hyper_connection = type("HyperConnectionModule", (torch.nn.Module,), {})()
     with pytest.raises(ValueError, match=r"hyper-connections, .* several residual streams"):
@@ -796,7 +803,9 @@ def test_a_trunk_of_several_residual_streams_is_refused_by_its_layers() -> None:
 
 
 def test_a_pattern_that_fails_leaves_the_model_for_another_call() -> None:
-    """In a notebook: the second call had taken the model for one with MTP layers of its own."""
+    """Regression: in a notebook, the second call found leftovers of the first and took them for the model's own MTP
+    layers.
+    """
     model = stock("hybrid")
     with pytest.raises(ValueError, match="'Q' is not one of"):
         attach(model, 2, block="Q-")
@@ -813,7 +822,7 @@ def test_a_chunk_that_is_refused_leaves_the_others_as_they_are() -> None:
 
 
 def test_a_second_model_of_a_shared_configuration_says_so() -> None:
-    """A policy and its reference, say."""
+    """For example a policy and its reference."""
     policy, reference = stock("dense"), stock("dense")
     reference.config = policy.config
     attach(policy, 2)
@@ -822,7 +831,7 @@ def test_a_second_model_of_a_shared_configuration_says_so() -> None:
 
 
 def test_a_model_that_is_wrapped_already_is_refused_new_layers_and_trains_its_own() -> None:
-    """No parameter is added to DDP's buffers by the latter."""
+    """Adopting its own layers adds no parameters to DDP's buffers."""
     batch, wrapped = make_batch(2), []
     for depths in (None, 2):
         model = stock("dense", depths=depths)
@@ -846,7 +855,7 @@ def test_a_model_that_fsdp_has_sharded_is_refused_new_layers() -> None:
 
 @pytest.mark.parametrize("part", ["output_layer", "mtp.layers.0"])
 def test_parts_that_fsdp_gathers_in_their_own_forward_are_refused(part: str) -> None:
-    """The losses read their weights outside of it; an FSDP of the whole model has gathered them then."""
+    """The losses read their weights outside of it; FSDP of the whole model has already gathered them."""
     model, batch = stock("dense"), make_batch(2)
     attached = attach(model, 2)
     mesh = DeviceMesh.from_group(torch.distributed.group.WORLD, "cpu")
@@ -898,7 +907,7 @@ def test_layers_are_attached_once_and_not_to_this_packages_models() -> None:
 
 
 def test_frozen_layers_are_refused() -> None:
-    """LoRA freezes all of a model, its MTP layers too, and then trains what it targets."""
+    """LoRA freezes the whole model, including MTP layers, and then trains its targets."""
     model = stock("dense", depths=2)
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="frozen, as PEFT leaves them; let it target their modules"):
@@ -908,7 +917,7 @@ def test_frozen_layers_are_refused() -> None:
 
 
 def test_layers_that_are_frozen_later_do_not_train_the_trunk() -> None:
-    """PEFT after attach: the trunk's adapters learned what new layers, as they were drawn, passed on."""
+    """Regression: with PEFT after `attach`, the trunk's adapters learned from random new layers."""
     batch, models = make_batch(2), [stock("dense"), stock("dense")]
     attached, _ = attach(models[0], 2), attach(models[1], 2, weight=0.3)
     arguments, given = (batch["tokens"], batch["position_ids"], None), (batch["labels"], batch["loss_mask"])
@@ -938,7 +947,7 @@ def test_a_decoder_that_returns_more_than_states_is_named() -> None:
 
 
 def test_a_loop_of_ones_own_trains_the_depths_that_ride_along() -> None:
-    """Supervised fine-tuning, as docs/guides/custom_loop.md shows it: one line more than without depths."""
+    """Supervised fine-tuning as in docs/guides/custom_loop.md: one more line than without MTP layers."""
     model = stock("dense")
     attached = attach(model, depths=2, weight=0.3)
     optimizer, batch, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), make_batch(2), []
@@ -972,7 +981,7 @@ def test_the_layers_are_a_parameter_group_with_a_norm_of_their_own() -> None:
 
 
 class Arguments(Namespace):
-    """Megatron's, of which those that a test does not give are None."""
+    """Megatron's arguments; those that a test does not set are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""attach.py with other releases of megatron-core: two steps have the losses of the installed one."""
+"""attach.py with other releases of megatron-core: two steps have the same losses as with the installed one."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ Steps = Callable[[str], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steps]:
-    """What release_steps.py prints with a folder first on the path."""
+    """Return what release_steps.py prints with a folder first on the path."""
     paths = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'support'}"
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).parents[2] / "support" / "release_steps.py")]

@@ -1,4 +1,4 @@
-"""The examples of docs/develop/extending.md: each is run as it is printed, and does what the page says."""
+"""The examples of docs/develop/extending.md run unchanged, and do what the page describes."""
 
 import os
 import re
@@ -48,7 +48,7 @@ def run_example(heading: str) -> dict[str, Any]:
 
 
 def as_rows(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """The two files of the page with a row each, as a change of this package adds them."""
+    """Add the page's two files with one row each, as a change to this package would."""
     rows: tuple[tuple[Any, str, str], ...] = ((PROPOSERS, "echo", "Echo"), (VERIFIERS, "capped", "capped"))
     for (table, name, attribute), (_, code) in zip(rows, blocks(section("A drafting method"), "python"), strict=True):
         (folder / f"{name}.py").write_text(code, encoding="utf-8")
@@ -56,7 +56,7 @@ def as_rows(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def as_a_package(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """The same files in an installed package of another name, with the page's entry points."""
+    """Add the same files as an installed package with another name, with the page's entry points."""
     ((_, project),) = blocks(section("A drafting method"), "toml")
     groups = tomllib.loads(project)["project"]["entry-points"]
     lines = [line for group, rows in groups.items() for line in (f"[{group}]", *map(" = ".join, rows.items()))]
@@ -72,7 +72,7 @@ def as_a_package(patch: pytest.MonkeyPatch, folder: Path) -> None:
 def add(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Callable[[], None]]:
-    """Adds the page's proposer and verifier, which the test alone knows."""
+    """Add the page's proposer and verifier, visible only to the test."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def forget() -> None:
@@ -135,7 +135,7 @@ PACKAGE = ROOT / "megatron_mtp"
 
 
 def changed_module(patch: pytest.MonkeyPatch, file: str, *lines: tuple[str, str]) -> ModuleType:
-    """A file of the package with lines in front of others, as a module of its own."""
+    """Load a file of the package with lines inserted before others, as a separate module."""
     source = (PACKAGE / file).read_text(encoding="utf-8")
     for new, before in lines:
         assert source.count(before) == 1
@@ -165,7 +165,7 @@ def test_a_sampling_parameter_is_a_field_of_sampling_and_one_of_the_api(monkeypa
     torch.testing.assert_close(made, torch.tensor([0.625, 0.375, 0.0]))
     with pytest.raises(ValidationError, match="less than or equal to 1"):
         protocol.CompletionBody(prompt="a", top_a=1.5)
-    assert sampling.Sampling.of(CompletionBody(prompt="a")).top_a == 0  # as of flags, which lack it
+    assert sampling.Sampling.of(CompletionBody(prompt="a")).top_a == 0  # like flags, which lack it
 
 
 def tasks() -> list[tuple[str, str, str]]:
@@ -196,7 +196,7 @@ def test_the_table_has_the_ten_tasks_of_a_newcomer() -> None:
 
 
 def focal(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-    """As its definition reads."""
+    """Compute the loss by its definition."""
     log_N = logits_NV.log_softmax(1).gather(1, labels_N.unsqueeze(1))[:, 0]
     return -((1 - log_N.exp()) ** 2) * log_N
 
@@ -222,7 +222,7 @@ def test_a_loss_has_the_gradient_of_its_definition() -> None:
 
 
 def test_a_rope_variant_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row is read by conversion in both directions, and by the settings of drafters."""
+    """Conversion reads the row in both directions, and so do drafter settings."""
     (row,) = (edit for task, _, edit in tasks() if task == "a rope variant")
     assert row.startswith("`spec/rope_scaling.py` `SCALINGS`")
     keys = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -239,7 +239,7 @@ def test_a_rope_variant_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scaling_of({"rope_type": "doubled", "factor": 8.0}) == {"rope_type": "doubled", **keys}
 
 
-# --- a kind of drafters: the page's files, in a package outside of this one -------------------------------------------
+# --- a kind of drafters: the page's files in an external package ------------------------------------------------------
 
 
 def install(folder: Path, heading: str) -> None:
@@ -258,7 +258,7 @@ def install(folder: Path, heading: str) -> None:
 
 
 def test_another_package_adds_a_kind_of_drafters(tmp_path: Path) -> None:
-    """It is trained, converted there and back, and drafts; no file of this package knows its name."""
+    """It is trained, converted in both directions, and drafts; no file of this package contains its name."""
     install(tmp_path, "A kind of drafters")
     assert not any("adder" in path.read_text(encoding="utf-8") for path in (ROOT / "megatron_mtp").rglob("*.py"))
     run_worker("added_drafter.py", tmp_path, str(tmp_path / "made"))

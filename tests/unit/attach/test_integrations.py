@@ -1,7 +1,7 @@
 """The patches of integrations/ apply to the releases they name, and the patched functions attach the layers.
 
-A framework's launcher needs its whole cluster; so its patched function alone is compiled, with stand-ins for what it
-calls, and is given a stock model. Then three steps of a policy gradient are those of the same model without layers.
+A framework's launcher needs its whole cluster, so only the patched function is compiled, with stand-ins for what it
+calls, and gets a stock model. Three policy gradient steps then match the same model without layers.
 """
 
 import ast
@@ -42,13 +42,13 @@ LIMIT = 10
 
 @dataclass(frozen=True)
 class Patched:
-    """A function of a framework that a patch changes.
+    """A framework's function that a patch changes.
 
     Attributes:
-        wheel: the release; None where the text is a stand-in of this file.
+        wheel: the release; None if the text is a stand-in in this file.
         file, function: where the layers are attached.
-        call: calls the function with a builder of models; returns the chunks.
-        names: globals of the function that matter.
+        call: calls the function with a model builder; returns the chunks.
+        names: globals that the function needs.
     """
 
     wheel: str | None
@@ -59,7 +59,7 @@ class Patched:
 
 
 class Provider(MagicMock):
-    """Builds a stock model, and runs the hooks that were registered, as Megatron-Bridge's does."""
+    """Build a stock model, and run registered hooks, as Megatron-Bridge does."""
 
     def __init__(self, **named: Any) -> None:
         super().__init__(**named)
@@ -140,18 +140,18 @@ STACKS = {
         {"get_model": lambda hooks: Provider().built(hooks)},
     ),
 }
-"""By the patch's name; Megatron-LM's own script is run in tests/functional/test_users_script.py."""
+"""Patched functions by patch name; tests/functional/test_users_script.py runs Megatron-LM's own script."""
 
 
 class Globals(dict[str, Any]):
-    """Names that a function alone does not find: those of Python, else stand-ins."""
+    """Globals of an isolated function: Python's names, and stand-ins for all others."""
 
     def __missing__(self, name: str) -> Any:
         return getattr(builtins, name) if hasattr(builtins, name) else MagicMock()
 
 
 def compiled(path: Path, function: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The function alone, with these globals; modules that it imports and that are not here are stand-ins."""
+    """Compile one function with these globals; missing modules that it imports are stand-ins."""
     found = next(
         node
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -189,7 +189,7 @@ def changed_lines(patch: Path) -> list[str]:
 
 
 def check_three_policy_steps(model: Any) -> None:
-    """Logits, gradients and weights of the trunk are bit by bit those without the layers, which learn."""
+    """Check that the trunk's logits, gradients and weights are bit-identical to those without layers, which learn."""
     plain, batch = stock("dense"), make_batch(2)
     for each in (plain, model):
         draw(each)
@@ -204,13 +204,13 @@ def check_three_policy_steps(model: Any) -> None:
 
 PROMPT = 10
 AT_TOKENS = (torch.arange(LENGTH) >= PROMPT).float().expand(3, -1)
-"""NeMo-RL's `token_mask`: 1 where the token was generated."""
+"""NeMo-RL's `token_mask`: 1 if the token was generated."""
 AT_LABELS = pad(torch.ones(3, LENGTH - PROMPT), (PROMPT - 1, 1))
-"""slime's `full_loss_masks`, of the same rows: 1 where the next token was generated."""
+"""slime's `full_loss_masks` for the same rows: 1 if the next token was generated."""
 
 
 def check_mask(model: Any, mask_BS: Tensor, **given: str) -> None:
-    """The layers count the generated tokens, whatever place the framework's mask has."""
+    """Check that the layers count the generated tokens, wherever the framework puts its mask."""
     batch = make_batch(2)
     arguments = batch["tokens"], batch["position_ids"], batch["attention_mask"]
     model(*arguments, loss_mask=mask_BS, **{name: batch[key] for name, key in given.items()})
@@ -282,7 +282,7 @@ LOOP = {
 def test_skyrls_loop_trains_the_layers_beside_a_policy_that_does_not_change_by_a_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its mini-batches through Megatron's schedule; without the patch it would run the layers a second time."""
+    """Its mini-batches run through Megatron's schedule; without the patch the layers would run twice."""
     wheel, file = STACKS["skyrl"].wheel, STACKS["skyrl"].file.replace("megatron_worker", "megatron_model_wrapper")
     assert wheel is not None
     unpacked(wheel, tmp_path)
@@ -345,6 +345,6 @@ def test_slimes_provider_attaches_to_the_model_that_slime_builds(monkeypatch: py
     names: dict[str, Any] = {}
     exec((FOLDER / "slime.py").read_text(), names)
     model = names["provider"]()
-    assert [args.custom_model_provider_path for args in asked] == [None]  # else slime would ask for this one again
+    assert [args.custom_model_provider_path for args in asked] == [None]  # otherwise slime would call this one again
     check_three_policy_steps(model)
     check_mask(model, AT_LABELS)

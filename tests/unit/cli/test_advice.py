@@ -1,7 +1,7 @@
-"""No text of this package tells anyone to delete MTP weights, or to count none: a head is trained once and then lost.
+"""No text of this package advises deleting MTP weights, or counting none: a head that took training would be lost.
 
-Read are all strings of the code, as one text where they stand side by side, and the prose of the pages. `drop-mtp`
-writes a copy, so a text may name it where it says so.
+Reads all strings of the code, adjacent ones joined, and the prose of the pages. `drop-mtp` writes a copy, so a text may
+mention it if it says so.
 """
 
 import re
@@ -23,7 +23,7 @@ HARMFUL = {
     "count none": r"\bput (a |in )?0\b|\bset\b[^.;]*\b(to|at) (0|zero|what the files hold)\b|\bzero (it|them|the)\b",
     "drop-mtp": r"\bdrop-mtp\b",
 }
-"""What a text would have people do, and how it says so."""
+"""Harmful advice, and patterns of its wording."""
 MAYBE = re.compile("remove|delete|drop|discard|strip|erase|omit|take|put|set|zero", re.I)
 CONCERNS = re.compile(r"mtp|depth|head|tensor|weight|nextn|layer|config", re.I)
 COPIES = re.compile(r"\b(copy|copies|another checkpoint)\b", re.I)
@@ -37,7 +37,7 @@ MEANT = {
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Place and text of every string in the code but docstrings, and of every paragraph of a page."""
+    """Yield place and text of every string in the code except docstrings, and of every paragraph of a page."""
     for path in sorted((ROOT / "megatron_mtp").rglob("*.py")):
         yield from ((f"{path.relative_to(ROOT)}:{line}", text) for line, text in strings(path.read_text("utf-8")))
     for path in PAGES:
@@ -46,7 +46,7 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def harmful(text: str) -> list[str]:
-    """What the sentences of a text advise against MTP weights."""
+    """Return harmful advice about MTP weights in a text."""
     found = []
     if not MAYBE.search(text):
         return []

@@ -1,4 +1,4 @@
-"""`megatron-mtp check`: drafts of a folder, here or behind a server, beside what was recorded of them."""
+"""`megatron-mtp check`: drafts of a folder, local or from a server, compared with the recorded values."""
 
 import json
 from argparse import Namespace
@@ -23,7 +23,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 def record(folder: Path, *acceptance: float) -> None:
-    """Of as many positions, each out of 1000."""
+    """Write a record with these acceptance rates by position, each out of 1000."""
     hits = [round(1000 * rate) for rate in acceptance]
     stats = AcceptanceStats(
         accepted_at=hits, reached_at=[1000, *hits[:-1]], offered_at=[1000] * len(hits), overlap_at=[1000.0] * len(hits)
@@ -33,7 +33,7 @@ def record(folder: Path, *acceptance: float) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random GLM-4 MoE with two depths, whose drafts are hardly ever right, and its tokenizer."""
+    """Create a random GLM-4 MoE with two MTP layers, whose drafts are almost always wrong, and its tokenizer."""
     place = tmp_path_factory.mktemp("check")
     made = make(place / "exported", "glm4_moe", 2, changes={"vocab_size": 258, "max_position_embeddings": 64})
     train_bpe(["abc abd"], 258, place / "tokenizer")
@@ -93,7 +93,9 @@ def test_each_prompt_is_continued_by_a_seed_of_its_own(
 
 @pytest.fixture(scope="module")
 def parrot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Takes one, and none, of two drafts in turn: the first is right in 7 of the 13 steps of 20 tokens."""
+    """Run a server that accepts one or none of two drafts in turn: the first is right in 7 of the 13 steps of 20
+    tokens.
+    """
     with running(Parrot(), words(tmp_path_factory.mktemp("tokenizer"))) as served:
         yield served
 
@@ -142,7 +144,7 @@ def of(accepted: int, drafts: int) -> AcceptanceStats:
 
 
 def test_the_error_is_that_of_documents_and_not_of_drafts() -> None:
-    """Documents that are all or nothing: a hundred drafts each tell no more than one would."""
+    """With all-or-nothing documents, a hundred drafts of one carry no more information than a single draft."""
     documents = [of(100 * (number % 2), 100) for number in range(64)]
     drawn_R1 = resampled(documents)
     assert drawn_R1.mean() == pytest.approx(0.5, abs=0.01)
@@ -153,7 +155,7 @@ def test_the_error_is_that_of_documents_and_not_of_drafts() -> None:
 
 @pytest.mark.parametrize(("recorded", "is_ok"), [(0.6, True), (0.7, False)])
 def test_drafts_within_the_error_are_as_recorded(recorded: float, is_ok: bool) -> None:
-    """Half of 64 documents accept all: 0.5 with a standard error of 1 / 16."""
+    """Half of 64 documents accept all drafts: 0.5 with a standard error of 1 / 16."""
     documents = [of(100 * (number % 2), 100) for number in range(64)]
     args = Namespace(folder="folder", server=None, tolerance=0.0)
     assert _compared(args, [*range(64)], documents, [recorded])["ok"] == is_ok

@@ -1,4 +1,4 @@
-"""One command line: verbs reach the same code as the doors, the doctor tells what is there, shells can complete."""
+"""One command line: verbs run the same code as the scripts, doctor reports what is installed, shells can complete."""
 
 import importlib.metadata
 import json
@@ -48,9 +48,9 @@ def test_a_verb_that_does_not_exist_ends_with_status_2_and_names_those_that_do()
 
 
 HEAVY = "torch megatron transformers"
-"""What takes seconds to import."""
+"""Modules that take seconds to import."""
 OF_THE_SERVER = "fastapi starlette uvicorn prometheus_client"
-"""What the extra `serve` installs."""
+"""Packages that the extra `serve` installs."""
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_the_first_words_that_one_types(
 
 
 def test_help_does_not_wait_for_heavy_imports() -> None:
-    """Of every verb, in one process; what an earlier verb has imported would be seen with the later ones."""
+    """All verbs in one process; an import of an earlier verb would show up for later ones too."""
     code = f"""
 import sys
 from megatron_mtp.cli import main as cli
@@ -94,7 +94,7 @@ for arguments in [[], *([verb] for verb in VERBS), *(["convert", name] for name 
 
 
 def test_all_but_the_server_does_without_its_packages() -> None:
-    """A new process imports every module of the core but the server's; `serve` then says what to install."""
+    """A new process imports every module of the core except the server's; `serve` then names what to install."""
     code = f"""
 import sys
 from importlib import import_module

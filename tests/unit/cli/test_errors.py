@@ -1,4 +1,4 @@
-"""One way to end for every verb: a sentence and status 2, a line and 130, silence and 141, or a bug's traceback."""
+"""Every verb ends the same way: a sentence and status 2, a line and 130, silence and 141, or a bug's traceback."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "runs/x")
 
 
 def ended(error: BaseException, capsys: pytest.CaptureFixture[str], **settings: object) -> tuple[int, str]:
-    """Status and stderr of a program in which this is raised."""
+    """Return status and stderr of a program that raises this."""
 
     def work() -> int:
         raise error
@@ -126,7 +126,7 @@ def test_an_unknown_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_flag_may_have_underscores(capsys: pytest.CaptureFixture[str]) -> None:
-    """As other engines take them; a value keeps its own, and an unknown flag its spelling."""
+    """As in other engines; values keep theirs, and unknown flags keep their spelling."""
     parser = Parser("x")
     parser.add_argument("--speculative-config")
     parser.add_subparsers(dest="verb").add_parser("y").add_argument("--max-running")
@@ -156,7 +156,7 @@ def test_a_flag_may_have_underscores(capsys: pytest.CaptureFixture[str]) -> None
 def test_an_unknown_word_is_compared_with_those_that_exist(
     line: str, meant: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Verbs, commands, flags and values; a command's flags are its own."""
+    """Verbs, commands, flags and values; a command's flags are separate."""
     with pytest.raises(SystemExit) as end:
         cli.main(line.split())
     assert end.value.code == 2
@@ -166,7 +166,7 @@ def test_an_unknown_word_is_compared_with_those_that_exist(
 
 
 def test_flags_of_other_programs_are_answered_with_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    """One of them, which no spelling is near to, and an unknown one that has a neighbor."""
+    """One with no similar spelling, and an unknown one with a close match."""
     parser = Parser("x")
     parser.add_argument("--mine")
     parser.add_argument("--other")
@@ -244,7 +244,7 @@ def test_a_hugging_face_folder_is_named_before_anything_is_imported(
 
 
 def test_output_that_is_not_read_to_its_end() -> None:
-    """As `| head` leaves it: neither a traceback, nor Python's own line on a flush that failed."""
+    """As with `| head`: neither a traceback nor Python's own message about a failed flush."""
     code = "from megatron_mtp.common.errors import sentences\nwith sentences('x'): print('y')"
     reader, writer = os.pipe()
     os.close(reader)
@@ -264,7 +264,7 @@ def test_only_the_first_rank_says_that_it_was_interrupted(
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_verb_that_is_started_without_a_standard_stream(closed: str) -> None:
-    """Neither a traceback, nor a file that gets the number of the stream and with it what is printed."""
+    """Neither a traceback, nor a file that reuses the stream's descriptor and so receives the output."""
     code = (
         "import sys; from megatron_mtp.cli import main as cli; status = cli.main(['audit', '/', '--text', '/'])\n"
         "sys.exit(0 if status == 2 and open('/dev/null').fileno() > 2 else 1)"

@@ -1,4 +1,4 @@
-"""Commands on quantized folders do what they do on the same model in 16 bits."""
+"""Commands on quantized folders do the same as on the 16-bit model."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
-    """What a command of `convert` prints."""
+    """Return the JSON that a `convert` command prints."""
     capsys.readouterr()
     assert main([*map(str, words), "--json"]) == 0
     return dict(json.loads(capsys.readouterr().out))
@@ -45,7 +45,7 @@ def evaluated(checkpoint: Path, text: Path) -> dict[str, Any]:
 
 
 def check_of(folder: Path, place: Path) -> dict[str, Any]:
-    """What `check` finds, beside a record that says nothing."""
+    """Return the result of `check`, with a trivial record."""
     shutil.copytree(folder, place / f"{folder.name}-checked")
     record = {"acceptance": [0.0, 0.0], "overlap": [0.0, 0.0]}
     (place / f"{folder.name}-checked" / RECORD).write_text(json.dumps(record))
@@ -65,7 +65,7 @@ def same_tensors(one: Path, other: Path) -> bool:
 
 
 def trunk_of(folder: Path, target: Path) -> Path:
-    """The folder without its depth, as after a fine-tuning by transformers."""
+    """Return the folder without its MTP layer, as after fine-tuning with transformers."""
     shutil.copytree(folder, target)
     write(target, {name: tensor for name, tensor in read(target).items() if not name.startswith("model.layers.3.")})
     return target

@@ -1,4 +1,4 @@
-"""`sample --server` in front of a server that fails as real ones do: 429, 500, cut connections, another tokenizer."""
+"""`sample --server` with a server that fails as real ones do: 429, 500, dropped connections, another tokenizer."""
 
 import json
 import threading
@@ -15,11 +15,11 @@ from megatron_mtp.cli import served_texts
 
 EOD, BCD = 0, [67, 68, 69]
 Answer = dict[str, Any] | int | None
-"""A body, the status of a failure, or None for a connection that is cut."""
+"""A response body, the status of a failure, or None for a dropped connection."""
 
 
 class Stub(BaseHTTPRequestHandler):
-    """Answers the letters b c d to every prompt, after the failures of `failing`."""
+    """Answer every prompt with the characters b c d, after the failures of `failing`."""
 
     failing: list[int | None]
     bodies: list[dict[str, Any]]
@@ -48,7 +48,7 @@ class Stub(BaseHTTPRequestHandler):
 
     @override
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture

@@ -145,7 +145,7 @@ def test_a_stopped_job_goes_back_into_the_queue(cluster: Cluster) -> None:
 
 
 def test_a_cancelled_job_does_not(cluster: Cluster) -> None:
-    """Its ranks get SIGTERM as well; and Bash, ended by that signal, still does what it was told for the end."""
+    """Its ranks get SIGTERM too; and even when Bash is ended by that signal, it runs its EXIT trap."""
     cluster.answer("srun", 'touch "$START/stopped"')
     cluster.answer("scontrol", "echo node7; echo node8; echo JobState=CANCELLED")
     cluster.submit("pretrain", "tiny")
@@ -159,7 +159,7 @@ def test_a_failed_job_does_not(cluster: Cluster) -> None:
 
 
 def test_a_conversion_is_proved(cluster: Cluster) -> None:
-    (cluster.run / "exported").mkdir(parents=True)  # by the start before
+    (cluster.run / "exported").mkdir(parents=True)  # left by the previous start
     assert cluster.submit("convert", "tiny", "mcore-to-hf").returncode == 0
     words = cluster.given()
     pair = [str(cluster.run / "exported"), str(cluster.run / "checkpoint")]
@@ -193,7 +193,7 @@ def test_a_job_runs_all_steps_of_attach_in_their_order(cluster: Cluster) -> None
 
 
 def test_an_array_without_a_sweep_runs_the_trials_of_the_probe(cluster: Cluster) -> None:
-    """Each in the one folder, with all ranks."""
+    """Each in the same folder, with all ranks."""
     done = cluster.submit("attach", "smollm2_135m", CORPUS="LICENSE", HF_MODEL="docs", SLURM_ARRAY_TASK_ID="4")
     assert done.returncode == 0, done.stderr
     words = cluster.given()
@@ -219,7 +219,7 @@ def test_the_rest_of_the_probe_runs_until_it_is_finished(cluster: Cluster) -> No
 
 
 class Node:
-    """`node.sh` with a command, in a folder; whatever it has started ends with the test."""
+    """`node.sh` with a command, in a folder; whatever it starts ends with the test."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -263,7 +263,7 @@ time.sleep(600)
     ("sent", "all_processes"), tiered([(signal.SIGUSR1, False), (signal.SIGTERM, True)], [(signal.SIGUSR1, False)])
 )
 def test_ranks_save_at_a_signal(sent: signal.Signals, all_processes: bool, node: Node, tmp_path: Path) -> None:
-    """It comes before the rank has a handler, to the shell alone or to torchrun and the rank as well."""
+    """The signal arrives before the rank has a handler; it reaches only the shell, or torchrun and the rank too."""
     (tmp_path / "rank.py").write_text(RANK)
     process = node.start("ranks", sys.executable, *TORCHRUN)
     node.await_file("started")
@@ -285,7 +285,7 @@ def test_a_program_that_cannot_save_ends(node: Node, tmp_path: Path) -> None:
 def test_a_signal_before_the_program_is_known_ends_it(
     node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bash runs a trap between two commands, also between the start of the program and the storing of its number."""
+    """bash runs a trap between two commands, even between starting the program and storing its process id."""
     between = tmp_path / "between.sh"
     between.write_text("""trap '[[ $BASH_COMMAND != command=* ]] || kill -USR1 $$' DEBUG\n""")
     monkeypatch.setenv("BASH_ENV", str(between))

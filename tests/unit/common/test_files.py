@@ -1,4 +1,4 @@
-"""files.py: outputs are whole or not there; a second writer is refused, and a killed one leaves no lock."""
+"""files.py: outputs are complete or absent; a second writer is rejected, and a killed one leaves no lock."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from megatron_mtp.common.outputs import check_outside, one_writer
 
 @contextmanager
 def another_writer(output: Path) -> Iterator[int]:
-    """A process that holds the lock of an output; killed at the end."""
+    """Run a process that holds the lock of an output; it is killed at the end."""
     read, write = os.pipe()
     child = os.fork()
     if not child:

@@ -1,4 +1,4 @@
-"""checkpoint/audit/folder.py: values of kinds that no loader takes are found, and refused in one sentence."""
+"""checkpoint/audit/folder.py: values of types that no loader accepts are found, and rejected in one sentence."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""old_names.py: an import of the release before gives what the module of the new name has, and a warning."""
+"""old_names.py: an import under the previous release's name returns the renamed module's object, with a warning."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""progress.py: a bar in a terminal, and lines in a log file once work has taken a while."""
+"""progress.py: a bar in a terminal; in a log file, lines once work has taken a while."""
 
 import io
 import sys

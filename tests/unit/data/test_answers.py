@@ -1,4 +1,6 @@
-"""--mtp-mask-prompts: labels outside of answers count neither for the trunk nor for a depth, wherever rows are cut."""
+"""--mtp-mask-prompts: labels outside of answers count neither for the trunk nor for an MTP layer, wherever rows are
+split.
+"""
 
 from argparse import Namespace
 from pathlib import Path
@@ -30,7 +32,7 @@ def test_the_row_of_the_docstring(tmp_path: Path) -> None:
 
 
 def chosen(ids: list[int], first: int, stop: int) -> list[tuple[int, int]]:
-    """The tokens of an answer, each behind the one before it."""
+    """Return the tokens of an answer, each with its predecessor."""
     whole = [*ids, EOD]
     return [(whole[place - 1], whole[place]) for place in range(first, stop)]
 
@@ -38,7 +40,7 @@ def chosen(ids: list[int], first: int, stop: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("length", [4, 7, 64])
 @pytest.mark.parametrize("changes", [{}, {"inter_document_masking": True}, {"add_extra_token_to_sequence": False}])
 def test_only_answers_count_of_megatrons_rows(length: int, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Every token but the EOD is there once, so that a label, or that of the EOD with its token, says where it is."""
+    """Every token except EOD occurs once, so a label, or that of EOD with its token, identifies the position."""
     sizes = np.random.default_rng(1).integers(3, 19, 40)
     ends = sizes.cumsum()
     documents = [list(range(end - size + 1, end + 1)) for size, end in zip(sizes, ends, strict=True)]
@@ -56,7 +58,7 @@ def test_only_answers_count_of_megatrons_rows(length: int, changes: dict[str, An
         counted = torch.tensor(expected) * plain["loss_mask"]
         assert row["loss_mask"].tolist() == counted.tolist()
         assert all(torch.equal(row[name], plain[name]) for name in plain if name != "loss_mask")
-    assert ours[None]["loss_mask"].sum() == 0  # which Megatron fills batches up with
+    assert ours[None]["loss_mask"].sum() == 0  # Megatron fills batches with it
 
 
 def test_the_flag_chooses_the_data_set() -> None:

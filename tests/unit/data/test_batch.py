@@ -74,7 +74,9 @@ def test_packed_rows_become_one_row_with_the_offsets_of_that_row() -> None:
 
 
 def test_what_depends_on_a_placeholder_counts_nowhere() -> None:
-    """Token 3 is that of an image: depth 2 at position 1 reads it, and at position 2 continues from depth 1's state."""
+    """Token 3 is an image placeholder: depth 2 reads it at position 1, and at position 2 continues from depth 1's
+    state.
+    """
     batch: dict[str, Any] = dict(SIX, tokens=torch.tensor([[10, 11, 12, -200, 14, 15]]))
     depths = depth_batch(batch, 2)
     assert depths.tokens_DBS is not None

@@ -127,7 +127,7 @@ def test_a_template_whose_prompt_does_not_begin_the_turn_is_refused(
 
 
 def test_an_answer_may_begin_with_the_token_that_ends_the_prompt(tmp_path: Path) -> None:
-    """Two breaks are one token, but a model sees its prompt end with one and writes the other."""
+    """Two line breaks are one token, but a model's prompt ends with one of them and it writes the other."""
     tokenizer = SHAPES["Qwen2.5"].tokenizer(tmp_path, tagged=False)
     (document,) = ChatEncoder(tokenizer).encode(Chat([SYSTEM, user("q"), said("\nanswer")]))
     assert marked(tokenizer, document).endswith("<|im_start|>assistant\n⟦\nanswer<|im_end|>⟧")
@@ -153,7 +153,7 @@ def test_a_chat_that_begins_with_the_assistant_counts_from_its_next_turn(tmp_pat
     assert [len(document.spans) for document in tagged.encode(Chat([said("hello"), user("q")]))] == [1]
 
 
-# --- what templates do to a turn -------------------------------------------------------------------------------------
+# --- how templates change a turn --------------------------------------------------------------------------------------
 
 HEAD, TAIL = (
     "{% for m in messages %}<B>{{ m.role }}¶",
@@ -210,14 +210,14 @@ HEADS_TAGGED = (
     ],
 )
 def test_answers_in_a_row_count_each(messages: list[dict[str, Any]], expected: str, tmp_path: Path) -> None:
-    """The tags are around the heads too, so that the blocks of the two answers touch."""
+    """The tags also enclose the headers, so the blocks of the two answers touch."""
     tokenizer = of_template(HEADS_TAGGED, tmp_path)
     (document,) = ChatEncoder(tokenizer).encode(Chat([user("q"), *messages]))
     assert marked(tokenizer, document) == expected
 
 
 def test_a_turn_may_have_several_tagged_blocks(tmp_path: Path) -> None:
-    """As of a template that tags reasoning and answer apart."""
+    """As in a template that tags reasoning and answer separately."""
     body = (
         "{% if m.role == 'assistant' %}{% if m.thinking %}«{{ m.thinking }}»|{% endif %}«{{ m.content }}<E>»{% else %}"
     )
@@ -259,7 +259,7 @@ def test_what_is_not_trained_on_is_counted(tagged: bool, tmp_path: Path) -> None
     ChatEncoder(SHAPES["R1-Distill"].tokenizer(tmp_path / "r1", tagged)).encode(TWO, opened := Counter[str]())
     assert opened == ({} if tagged else {"unopened_turns": 2})
     last_is_masked = Chat([user("q"), said("a"), user("r"), said("b") | {"weight": 0}])
-    assert ChatEncoder(tokenizer, masks_history=True).encode(last_is_masked) == []  # and no earlier answer in its place
+    assert ChatEncoder(tokenizer, masks_history=True).encode(last_is_masked) == []  # nor an earlier answer instead
     ChatEncoder(tokenizer).encode(Chat([user("q")]), left_out)
     ChatEncoder(tokenizer).encode(Chat([user("q"), said("a") | {"train": False}]), left_out)
     assert (left_out["chats_without_answer"], left_out["chats_without_trained_answer"]) == (1, 1)
@@ -294,7 +294,7 @@ def test_a_line_that_is_no_chat_is_named(row: dict[str, Any], tmp_path: Path) ->
 
 @pytest.fixture
 def made(tmp_path: Path) -> Callable[..., str]:
-    """A dataset of chats by Qwen3's template."""
+    """Return a chat dataset with Qwen3's template."""
     SHAPES["Qwen3"].tokenizer(tmp_path / "tokenizer", tagged=False)
 
     def make(*rows: dict[str, Any], workers: int = 1, name: str = "made", **how: bool) -> str:
@@ -395,7 +395,7 @@ def test_preprocess_says_what_it_leaves_out(
 
 
 def test_chats_of_a_larger_vocabulary_are_refused(made: Callable[..., str]) -> None:
-    """Rows that pad the vocabulary are not tokens, in the corpus of chats as in one of texts."""
+    """Vocabulary padding is not tokens, neither in a corpus of chats nor in one of texts."""
     prefix = made({"messages": ONE.messages})
     highest = int(np.fromfile(f"{prefix}.bin", read_index(prefix).dtype).max())
     check_data_prefixes([prefix], highest + 1)
@@ -423,7 +423,7 @@ def test_chats_of_either_form_are_prompts_of_sample(tmp_path: Path) -> None:
 
 
 def naive_best_fit(lengths: list[int], capacity: int) -> list[int]:
-    """The room that is left in every row, by a look at all rows for every document."""
+    """Return the space left in every row, by checking all rows for every document."""
     room: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [place for place, left in enumerate(room) if left >= length]
@@ -448,7 +448,7 @@ Document = list[int]
 
 
 def packed(prefix: Path, documents: list[Document], length: int, ranks: int = 1) -> PackedChats:
-    """Rows of documents whose tokens from 50 on count."""
+    """Return rows of documents in which tokens from 50 on count."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", multimodal=True)
     for ids in documents:
         counts = [int(one >= 50) for one in ids]
@@ -466,7 +466,7 @@ def packed(prefix: Path, documents: list[Document], length: int, ranks: int = 1)
         allow_ambiguous_pad_tokens=False,
     )
     data = PackedChats.build_low_level_dataset(str(prefix), config)
-    every = np.arange(PackedChats.numel_low_level_dataset(data), dtype=np.int32)  # as Megatron splits them
+    every = np.arange(PackedChats.numel_low_level_dataset(data), dtype=np.int32)  # Megatron's split
     return PackedChats(data, str(prefix), every, None, Split.train, config)
 
 
@@ -474,7 +474,7 @@ PAIR = [[1, 2, 50, 51, 52], [3, 4, 60, 61]]
 
 
 def test_two_chats_without_system_messages_are_two_documents(tmp_path: Path) -> None:
-    """The example of `PackedChats`; 61 ends texts and is what the tokenizer pads with, and counts all the same."""
+    """The example of `PackedChats`; 61 is EOS and the tokenizer's padding token, and still counts."""
     rows = packed(tmp_path / "pair", PAIR, 8)
     assert len(rows) == 1
     row = {name: values.tolist() for name, values in rows[0].items()}
@@ -500,7 +500,7 @@ def drawn_documents(count: int, longest: int) -> list[Document]:
 
 @pytest.mark.parametrize("length", [40, 12])
 def test_a_depth_counts_where_its_target_does(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every depth's labels of an epoch, counted by a plain loop over the chats; at 12 positions some are cut."""
+    """Labels of an epoch for every depth, counted by a plain loop over the chats; 12 positions truncate some."""
     documents, depths = drawn_documents(30, 40), 3
     expected = [0] * (depths + 1)
     for ids in documents:
@@ -594,7 +594,7 @@ def test_chats_are_made_into_a_dataset_once(made: Callable[..., str], tmp_path: 
     (prefix,) = first.data_path
     assert Path(prefix).parent == tmp_path / "cache"
     written = Path(f"{prefix}.idx").stat().st_mtime_ns
-    for rank in (0, 1):  # the second finds it there, and does not wait
+    for rank in (0, 1):  # rank 1 finds it there and does not wait
         again = flags(tmp_path, rank=rank)
         make_chats(again)
         assert again.data_path == [prefix]

@@ -1,7 +1,7 @@
-"""Chats of twenty shapes by the templates of eleven families: every token that counts, as marked in chat_marks.txt.
+"""Chats of twenty shapes with the templates of eleven families: every token that counts, as marked in chat_marks.txt.
 
-In that file ¶ is a line break, ⟦ ⟧ are around what counts, and a line is a document. REFUSED is followed by a part of
-the sentence. One shape of every family is in the first tier, each another one.
+In that file ¶ is a line break, ⟦ ⟧ enclose what counts, and a line is a document. After REFUSED comes a part of the
+error. The first tier has one shape per family, each a different one.
 """
 
 import json
@@ -91,7 +91,7 @@ CHATS: dict[str, dict[str, Any]] = {
 
 
 def read_marks() -> dict[str, dict[str, list[str]]]:
-    """The documents of every family and shape."""
+    """Return the documents of every family and shape."""
     marks: dict[str, dict[str, list[str]]] = {}
     for section in MARKS.read_text(encoding="utf-8").split("== ")[1:]:
         family, *shapes = re.split(r"\n(?! |$)", section)
@@ -106,7 +106,7 @@ IN_FIRST_TIER = set(zip(EXPECTED, cycle(list(CHATS)[3:]), strict=False))
 
 
 def tokens(tokenizer: PreTrainedTokenizerBase, marked: str) -> list[tuple[str, bool]]:
-    """The tokens of a marked text, and whether each counts; no token goes beyond a mark."""
+    """Return the tokens of a marked text, and whether each counts; no token crosses a mark."""
     pieces = marked.replace("⟧", "⟦").split("⟦")
     return [
         (token, number % 2 == 1)

@@ -1,4 +1,4 @@
-"""Published forms of chats in one form, or refused by name, and a rendered turn that lacks what was written."""
+"""Published chat formats are normalized or rejected by name, and so is a rendered turn that lacks the original text."""
 
 import json
 from typing import Any
@@ -186,7 +186,7 @@ def test_what_has_no_place_is_refused_by_name(message: dict[str, Any], because: 
     assert because in str(raised.value)
 
 
-# --- what a template makes of a message ------------------------------------------------------------------------------
+# --- how a template renders a message ---------------------------------------------------------------------------------
 
 
 def shown(written: str, supplied: str = "") -> Texts:

@@ -1,4 +1,4 @@
-"""data/context_parallel.py: every slot on one rank, as Megatron cuts a batch."""
+"""data/context_parallel.py: every slot is on one rank, split as Megatron splits a batch."""
 
 import pytest
 import torch

@@ -67,7 +67,7 @@ def letters(tmp_path: Path) -> Path:
     return letters_tokenizer(tmp_path / "letters")
 
 
-# --- what is written -------------------------------------------------------------------------------------------------
+# --- output -----------------------------------------------------------------------------------------------------------
 
 
 def test_each_document_is_its_tokens_then_eod(tmp_path: Path, letters: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_long_file_is_encoded_in_parts_and_stays_one_document(
     assert [(p.start, p.size, p.ends) for p in parts] == [
         (0, 9, False),  # abcdefgh\n
         (9, 4, True),  # \n\nab
-        (0, 6, True),  # five bytes would cut the third é in two
+        (0, 6, True),  # five bytes would split the third é
         (0, 1, True),
     ]
     flags = ("--tokenizer", letters, "--output-prefix", tmp_path / "c", "--no-shuffle", "--workers", 1)
@@ -143,7 +143,7 @@ def test_a_long_file_is_encoded_in_parts_and_stays_one_document(
 def test_a_file_that_is_no_text_is_refused(
     name: str, data: bytes, kind: str, tmp_path: Path, letters: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """It was taken for text, whose letters are those that stand for invalid bytes."""
+    """Regression: it was read as text, with replacement characters for invalid bytes."""
     (tmp_path / name).write_bytes(data)
     flags = ("--tokenizer", letters, "--output-prefix", tmp_path / "c", "--workers", 1)
     assert run("--input", tmp_path / name, *flags) == 2
@@ -167,12 +167,12 @@ def test_jsonl_is_one_document_per_line(tmp_path: Path, letters: Path, capsys: p
     assert f"--input: '{text}/a.jsonl', line 3 is not JSON" in capsys.readouterr().err
 
 
-# --- interrupted, repeated -------------------------------------------------------------------------------------------
+# --- interruption and repetition --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("moment", ["while tokenizing", "after the first rename, over an old dataset"])
 def test_kill_leaves_no_index_and_the_next_run_completes(tmp_path: Path, letters: Path, moment: str) -> None:
-    import megatron.core.datasets.indexed_dataset  # noqa: F401  (in this process, so that the child need not import it)
+    import megatron.core.datasets.indexed_dataset  # noqa: F401  (imported here, so that the forked child need not)
 
     text = write(tmp_path / "text", {"1.txt": "ab", "2.txt": "b"})
     flags = ["--input", text, "--tokenizer", letters, "--output-prefix", tmp_path / "c", "--no-shuffle", "--workers", 1]
@@ -189,7 +189,7 @@ def test_kill_leaves_no_index_and_the_next_run_completes(tmp_path: Path, letters
         flags.append("--overwrite")
     child = os.fork()
     if child == 0:
-        signal.alarm(60)  # a child that hangs fails the test instead of stopping the suite
+        signal.alarm(60)  # a hanging child fails the test instead of blocking the suite
         where = (corpus, "_encode_chunk", die) if moment == "while tokenizing" else (os, "replace", rename_and_die)
         with mock.patch.object(*where):
             run(*flags)
@@ -242,7 +242,7 @@ def test_done_is_skipped_and_other_settings_are_refused(
     assert "made by something else, or is no longer whole" in capsys.readouterr().err
 
 
-# --- which documents -------------------------------------------------------------------------------------------------
+# --- which documents are read -----------------------------------------------------------------------------------------
 
 
 def test_find_files_takes_each_file_once_in_a_fixed_order(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_bpe_is_deterministic_exact_and_round_trips(tmp_path: Path) -> None:
 
 
 def test_megatron_builds_the_trained_tokenizer(tmp_path: Path) -> None:
-    """Padding must not be the EOD: Megatron masks the loss of every padding label."""
+    """The padding token must not be EOD: Megatron masks the loss of padding labels."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     arguments: dict[str, object] = {
@@ -378,7 +378,7 @@ def test_a_full_disk_leaves_no_tokenizer(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_vocabulary_that_no_text_can_fill_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The trainer of 10^12 entries aborts the process."""
+    """A trainer with 10^12 entries aborts the process."""
     write(tmp_path / "text", {"1.txt": "ab"})
     flags = ["--input", str(tmp_path / "text"), "--output-prefix", str(tmp_path / "c"), "--vocab-size", "1000000000000"]
     assert main(flags) == 2
@@ -388,7 +388,7 @@ def test_a_vocabulary_that_no_text_can_fill_is_refused(tmp_path: Path, capsys: p
 def test_the_training_of_a_tokenizer_leaves_the_main_thread_to_ctrl_c(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled code returns to Python at its end alone; what it raises comes back."""
+    """Compiled code returns to Python only at its end; its exceptions are passed on."""
     threads: list[threading.Thread] = []
     train = tokenizer.interruptible
 

@@ -1,4 +1,4 @@
-"""checks.py: datasets written by Megatron's own builder, then damaged one way each."""
+"""checks.py: datasets written by Megatron's own builder, each damaged in one way."""
 
 import json
 import struct
@@ -76,7 +76,7 @@ def test_damaged_index(prefix: str) -> None:
 
 @pytest.mark.parametrize(("place", "value"), [(34, 0xFF), (37, 0x80), (50, 0x01), (58, 0x07), (74, 0x09)])
 def test_an_index_whose_sequences_do_not_follow_each_other(prefix: str, place: int, value: int) -> None:
-    """A length too long and one below 0, a start that is another, documents out of order and beyond the end."""
+    """A length that is too large or negative, a wrong start, and documents out of order or beyond the end."""
     index = Path(f"{prefix}.idx")
     whole = index.read_bytes()
     index.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
@@ -111,7 +111,7 @@ def test_sidecar_is_believed_only_if_it_belongs_to_the_bin(prefix: str) -> None:
 
 
 def test_long_datasets_are_scanned_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 slices of 2 of 100 tokens start at 0, 14, 28, 42, 56, 70, 84, 98: the last token is seen, the 50th is not."""
+    """8 slices of 2 of 100 tokens start at 0, 14, 28, 42, 56, 70, 84, 98: the last is checked, the 50th is not."""
     monkeypatch.setattr(checks, "SCAN_TOKENS", 16)
     monkeypatch.setattr(checks, "SLICES", 8)
     tokens = np.ones(100, dtype=int)
@@ -137,7 +137,7 @@ def test_a_corpus_of_another_vocabulary_is_refused(prefix: str, tmp_path: Path) 
     Path(f"{prefix}.json").write_text(
         json.dumps({"tokenizer": own, "vocabulary_sha256": checks.vocabulary_digest(own)})
     )
-    for fits in (own, same, str(tmp_path)):  # what has no tokenizer.json cannot be compared
+    for fits in (own, same, str(tmp_path)):  # without a tokenizer.json there is nothing to compare
         checks.check_tokenizer([prefix], fits)
     with pytest.raises(ValueError, match=r"^--data-path: .* vocabulary is not that of --tokenizer-m"):
         checks.check_tokenizer([prefix], other)
@@ -157,7 +157,7 @@ def test_splits_with_text_in_every_part_pass(split: str, tmp_path: Path) -> None
     [("98,2,0", "validation"), ("969, 30, 1", "validation"), ("60,39,1", "testing"), ("1,99", "training")],
 )
 def test_a_part_without_text_is_refused(split: str, part: str, tmp_path: Path) -> None:
-    """In which Megatron would look for text forever."""
+    """Megatron would search it for text forever."""
     prefix = write_dataset(tmp_path / "c", [[5, 6, 0], [9, 0], [7, 0]])
     with pytest.raises(ValueError, match=rf"--split is {split}, .* '{prefix}' leaves none for {part}"):
         check_split([prefix], split)

@@ -1,4 +1,4 @@
-"""Ids that end a text: the tokenizer's eos and those that the model's files list, for every verb that writes texts."""
+"""Ids that end a text, for every verb that generates: the tokenizer's eos, and those listed in the model's files."""
 
 import json
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def test_a_damaged_generation_config_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a random model with a tokenizer, and its conversion."""
+    """Create a folder of a random model with a tokenizer, and its conversion."""
     place = tmp_path_factory.mktemp("ends")
     folder = make(place / "hf", "llama", 0, changes={"vocab_size": 258, "max_position_embeddings": 64})
     for file in train_bpe(["abc"], 258, place / "tokenizer").iterdir():
@@ -77,7 +77,7 @@ def generated(load: Path) -> list[int]:
 def test_every_verb_ends_texts_there(scene: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, free = scene, generated(scene / "before")
     end = free[1]
-    ends = {EOD, 2, end}  # the config class of Llama has 2
+    ends = {EOD, 2, end}  # 2 is the default of Llama's config class
     assert len(free) > 3
     (place / "hf/generation_config.json").write_text(json.dumps({"eos_token_id": [EOD, end]}))
     hf_to_mcore(place / "hf", place / "after", QUIET)

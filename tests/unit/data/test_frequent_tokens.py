@@ -1,4 +1,4 @@
-"""data/checks.py: which tokens are the most frequent, on data that can be counted by hand."""
+"""data/checks.py: which tokens are most frequent, on data that can be counted by hand."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A packed row computes what its documents compute one by one: losses of trunk and depths, and every gradient."""
+"""A packed row gives the same losses of trunk and MTP layers, and all gradients, as its documents one by one."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -34,7 +34,7 @@ DEPTHS = 3
 
 @dataclass(frozen=True)
 class Pack:
-    """Documents and the slots that each takes up."""
+    """Documents, and the slots that each occupies."""
 
     lengths: list[int]
     held: list[int]
@@ -60,7 +60,7 @@ PACKS = {
 
 
 def row_of(pack: Pack) -> dict[str, Any]:
-    """A row of random tokens; padding is masked, and so are some tokens."""
+    """Return a row of random tokens; padding and some tokens are masked."""
     generator = torch.Generator().manual_seed(6)
     tokens, labels = torch.randint(1, VOCABULARY, (2, 1, pack.slots), generator=generator)
     mask = torch.zeros(1, pack.slots)
@@ -72,7 +72,7 @@ def row_of(pack: Pack) -> dict[str, Any]:
 def outputs(
     model: GPTModel, batch: dict[str, Any], packed: PackedSeqParams | None, document_BS: Tensor | None = None
 ) -> ObjectiveOutput:
-    position_ids = torch.zeros_like(batch["tokens"])  # RoPE does not look at them
+    position_ids = torch.zeros_like(batch["tokens"])  # RoPE ignores them
     return model(
         batch["tokens"],
         position_ids,
@@ -114,7 +114,7 @@ def test_a_packed_row_is_its_documents(kind: dict[str, Any], pack: Pack) -> None
     model.zero_grad()
     torch.stack([output.loss for output in single]).sum().backward()
     of_single = gradients(model)
-    # Alone in its document a token attends to itself, whatever queries and keys are: their gradients are rounding.
+    # A lone token attends to itself, whatever queries and keys are, so their gradients are rounding errors.
     rounding = torch.finfo(torch.float32).eps * max(gradient.abs().max() for gradient in of_single.values())
     for name, expected in of_single.items():
         allowed = 1e-5 * expected.abs().max() + rounding

@@ -1,4 +1,4 @@
-"""`megatron-mtp sample`: prompts by seed, texts that are `generate`'s, a file that kills do not harm, a corpus."""
+"""`megatron-mtp sample`: prompts by seed, outputs equal to `generate`, a file that survives kills, a corpus."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama without depths, a random GLM-4 MoE with two, a tokenizer, and a corpus of 50 documents."""
+    """Create a random Llama without MTP layers, a random GLM-4 MoE with two, a tokenizer, and 50 documents."""
     place = tmp_path_factory.mktemp("own")
     texts = [f"{number:02} is a document of {number % 7} tokens and {'more ' * (number % 5)}\n" for number in range(50)]
     train_bpe(texts, 258, place / "tokenizer")
@@ -71,7 +71,7 @@ def test_prompts_begin_documents_of_their_part_each_once_in_a_turn(scene: Path) 
     drawn = [prompts.prompt(number) for number in range(20)]
     assert prompts.documents == 10
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == sorted(document[:8] for document in corpus[40:])
-    assert drawn[:10] != drawn[10:]  # another order
+    assert drawn[:10] != drawn[10:]  # a different order
     again = Beginnings(str(scene / "corpus"), 8, 1, "80,20,0", "validation")
     assert [again.prompt(number) for number in (7, 3)] == [drawn[7], drawn[3]]
     assert [Beginnings(str(scene / "corpus"), 8, 2, "80,20,0", "validation").prompt(n) for n in range(20)] != drawn
@@ -115,7 +115,7 @@ def test_prompts_of_chats_end_where_the_answer_begins(scene: Path, tmp_path: Pat
 
 
 def test_a_line_of_speed_bench_asks_its_first_turn_and_names_its_category(scene: Path, tmp_path: Path) -> None:
-    """The second turn is about the answer to the first, which the line does not have."""
+    """The second turn refers to the answer to the first, which the line does not have."""
     line = {"question_id": "7", "category": "coding", "sub_category": "x", "source": "y", "src_id": "z"}
     line |= {"turns": ["a", "b"], "difficulty": "hard", "multiturn": True}
     (tmp_path / "bench.jsonl").write_text(json.dumps(line) + "\n")
@@ -163,7 +163,7 @@ def test_texts_are_those_of_generate_by_number_and_become_documents(
 def test_a_killed_command_loses_no_finished_text_and_goes_on_with_the_same(
     sample: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill leaves a beginning of the file, and no corpus: here at the end of a line, and inside of others."""
+    """A kill leaves a truncated file and no corpus: here at the end of a line, and inside others."""
     assert sample("--texts", 6)[0] == 0
     whole, file = documents(tmp_path / "own"), tmp_path / "own.texts.jsonl"
     data = file.read_bytes()
@@ -176,7 +176,7 @@ def test_a_killed_command_loses_no_finished_text_and_goes_on_with_the_same(
             assert f"{kept} of them finished" in sample("--texts", 6, "--dry-run")[1]
         assert sample("--texts", 6)[0] == 0
         assert documents(tmp_path / "own") == whole
-        assert "6 of them finished" in sample("--texts", 8, "--dry-run")[1]  # a cut line is not left in the file
+        assert "6 of them finished" in sample("--texts", 8, "--dry-run")[1]  # a truncated line is removed
     status, shown, _ = sample("--texts", 6)
     assert (status, "already there" in shown) == (0, True)
     assert sample("--texts", 8)[0] == 0
@@ -270,7 +270,7 @@ def test_texts_are_not_written_into_the_model(
         status, _, said = sample("--texts", 2, "--output-prefix", place / "own")
         assert (status, said.count("\n")) == (2, 1)
         assert "own.texts.jsonl is inside" in said
-    assert sample("--texts", 2, "--output-prefix", scene / "plain", "--dry-run")[0] == 0  # files beside the folder
+    assert sample("--texts", 2, "--output-prefix", scene / "plain", "--dry-run")[0] == 0  # files next to the folder
 
 
 def test_chat_without_a_template_is_refused(sample: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:

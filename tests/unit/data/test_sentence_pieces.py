@@ -1,4 +1,4 @@
-"""SentencePiece models: kept with a checkpoint, and read with the ids of the library."""
+"""SentencePiece models: stored with a checkpoint, and read with the same ids as the library."""
 
 import io
 import json
@@ -29,7 +29,7 @@ MODELS = {"unigram": False, "bpe": False, "unigram bytes": True, "bpe bytes": Tr
 
 
 def model(folder: Path, kind: str = "unigram") -> Path:
-    """A model of 40 pieces, and of 256 bytes where it is to have them."""
+    """Return a model of 40 pieces, plus 256 bytes if it has byte fallback."""
     folder.mkdir(exist_ok=True)
     has_bytes, file = MODELS[kind], io.BytesIO()
     SentencePieceTrainer.train(

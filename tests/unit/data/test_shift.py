@@ -93,7 +93,7 @@ def test_the_dtype_is_kept(dtype: torch.dtype) -> None:
 
 
 def loop_shift(documents: list[list[int]], paddings: list[int], tail: int, depth: int) -> list[int]:
-    """Document by document: drop the first `depth` tokens, fill up with 0."""
+    """For each document, drop the first `depth` tokens and pad with 0."""
     row: list[int] = []
     for tokens, padding in zip(documents, paddings, strict=True):
         later = tokens[depth:]
@@ -107,7 +107,7 @@ def test_random_packs_against_a_loop_over_documents(seed: int) -> None:
     padded = seed % 3 > 0
     documents = [[rng.randint(1, 99) for _ in range(rng.randint(1, 7))] for _ in range(rng.randint(1, 6))]
     paddings = [rng.randint(0, 3) if padded else 0 for _ in documents]
-    tail = rng.randint(0, 2) if padded else 0  # with 0 and no padding, the last document ends at the last slot
+    tail = rng.randint(0, 2) if padded else 0  # if 0 and without padding, the last document ends at the last slot
     row, ends, padded_ends = [], [0], [0]
     for tokens, padding in zip(documents, paddings, strict=True):
         row += tokens + [PAD] * padding

@@ -1,4 +1,4 @@
-"""data/sources.py and training/documents.py: acceptance by the source of documents, counted by document."""
+"""data/sources.py and training/documents.py: acceptance by source, counted per document."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_a_line_names_its_category_or_its_source() -> None:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four documents of three sources, and their tokenizer."""
+    """Create four documents of three sources, and their tokenizer."""
     place = tmp_path_factory.mktemp("sources")
     tokenizer = train_bpe(["some words to make a vocabulary of"] * 3, 260, place / "bpe")
     for name, text in {"code/a.py": "x = 1", "web.jsonl": '{"text": "a"}\n{"text": "b", "source": "wiki"}\n'}.items():
@@ -77,7 +77,7 @@ def test_damaged_sources_are_refused_and_absent_ones_are_the_corpus(corpus: Path
 
 @pytest.mark.usefixtures("megatron")
 def test_a_document_in_two_batches_counts_with_both() -> None:
-    """Documents 3 and 5, of which only 3 goes on in the second batch; no position of 7 counts."""
+    """Documents 3 and 5, of which only 3 continues in the second batch; no position of 7 counts."""
     first = torch.tensor([3, 5, 7]), torch.tensor([1.0, 2.0, 0.0])[:, None, None].expand(3, 4, 2)
     second = torch.tensor([3]), torch.full((1, 4, 2), 10.0)
     found = gathered({"mtp": [first, second], "drafter": [second]})
@@ -91,7 +91,7 @@ def test_a_document_in_two_batches_counts_with_both() -> None:
 
 @pytest.mark.usefixtures("megatron")
 def test_documents_of_data_and_context_parallel_ranks_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two ranks that share document 3; the other one alone has document 5."""
+    """Two ranks share document 3; only the other rank has document 5."""
     own, others = ([(torch.tensor(numbers), torch.ones(len(numbers), 4, 1))] for numbers in ([3], [3, 5]))
     one_rank = documents.mpu.get_data_parallel_group()
 
@@ -131,13 +131,13 @@ def document(accepted: int, offered: int = 10) -> AcceptanceStats:
 
 
 def test_the_error_of_a_gain_is_that_of_the_same_documents() -> None:
-    """Documents that differ much, and all gain one in ten: the gain is certain, each figure is not."""
+    """Documents that differ widely, but all gain one in ten: the gain is certain, each rate is not."""
     before = [document(accepted) for accepted in (0, 1, 8, 9, 0, 1, 8, 9)]
     after = [document(accepted + 1) for accepted in (0, 1, 8, 9, 0, 1, 8, 9)]
     gain, error = gain_of(before, after)
     assert gain == pytest.approx(0.1)
     assert error == pytest.approx(0, abs=1e-12)
-    assert error_of(after) == pytest.approx(0.4 / 8**0.5, rel=0.05)  # 0.4: of a document's rate
+    assert error_of(after) == pytest.approx(0.4 / 8**0.5, rel=0.05)  # 0.4: standard deviation of a document's rate
 
 
 def test_few_documents_have_the_error_of_their_tokens() -> None:

@@ -1,4 +1,4 @@
-"""acceptance.py: the record beside a model, and the alarm of an engine that sees other figures."""
+"""acceptance.py: the record next to a model, and the engine's alarm if acceptance deviates from it."""
 
 import json
 import random
@@ -58,7 +58,7 @@ def test_a_damaged_record_is_refused_in_a_sentence(text: str, tmp_path: Path) ->
 def test_a_random_head_is_told_of_once_within_a_hundred_rounds(
     expected: list[float] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Random MTP layers guess one token of 96; without a record an alarm needs drafts that are never accepted."""
+    """Random MTP layers guess one token in 96; without a record, an alarm needs drafts that are never accepted."""
     runner = runner_of(depths=2)
     runner.alarm.expected = expected
     if expected is None:
@@ -77,7 +77,7 @@ def test_a_random_head_is_told_of_once_within_a_hundred_rounds(
 @pytest.mark.parametrize("recorded", [0.02, 0.1, 0.4, 0.7, 0.95])
 @pytest.mark.parametrize("share", tiered([0.75, 1.0], (0.75,)))
 def test_a_healthy_head_is_never_told_of_in_five_thousand_requests(recorded: float, share: float) -> None:
-    """Twenty drafts a request; on other texts than the evaluation's three quarters of them are accepted."""
+    """Twenty drafts per request; on text that differs from the evaluation's, three quarters as many are accepted."""
     generator = random.Random(0)
     alarm = Alarm([recorded])
     for _ in range(5000):

@@ -1,6 +1,6 @@
-"""What attention is given over 100 tokens of every method: few shapes, and no slot with NaN.
+"""Attention inputs over 100 tokens of every method: few shapes, and no slot with NaN.
 
-A GPU's attention may make a plan, and a CUDA graph has to be recorded, for every shape of queries and keys.
+On a GPU, attention may plan, and a CUDA graph must be captured, for every shape of queries and keys.
 """
 
 from collections import Counter
@@ -48,7 +48,7 @@ every_method = pytest.mark.parametrize("name", tiered(METHODS, ("plain", "mtp_tr
 
 
 class Watched:
-    """The attention of torch, whose shapes of queries and keys are noted."""
+    """Torch's attention with recorded shapes of queries and keys."""
 
     def __init__(self) -> None:
         self.shapes: set[tuple[torch.Size, torch.Size]] = set()
@@ -72,7 +72,7 @@ def test_no_method_is_left_out() -> None:
 
 
 def drafts_by_chance(name: str, dtype: torch.dtype, prompts: list[list[int]], watched: Watched) -> None:
-    """The texts are those of plain decoding; shapes are noted while drafting."""
+    """Check that outputs match plain decoding, and record shapes while drafting."""
     target = runner_of(kind_for(name), dtype=dtype)
     drafter = Runner(model_of("mha-tied-layernorm", dtype=dtype))
     answers = run(target, prompts, NEW_TOKENS, None)[0].token_ids
@@ -88,11 +88,11 @@ def test_a_hundred_tokens_have_few_shapes(
 ) -> None:
     """From short prompts, and from some that outgrow their window; prompts, drafts and verification together.
 
-    The drafts are right and wrong by chance, so that the drafter has to catch up with one token to K + 1.
+    Drafts are right or wrong at random, so that the drafter has to catch up on between one and K + 1 tokens.
     """
     want_few_shapes(monkeypatch)
     drafts_by_chance(name, torch.float64, prompts_of(8, longest)[-2:], watched)
-    by_texts = Counter(query[0] for query, _ in watched.shapes)  # the one that ends later goes on alone
+    by_texts = Counter(query[0] for query, _ in watched.shapes)  # the longer one continues alone
     assert 1 < max(by_texts.values()) <= MOST_SHAPES, sorted(watched.shapes)
 
 

@@ -1,4 +1,4 @@
-"""AutoK (decoding/auto_count.py) on a clock of its own: what K is picked, and what a drafter that errs costs."""
+"""AutoK (decoding/auto_count.py) with a simulated clock: which K is chosen, and what a bad drafter costs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +19,13 @@ TRIED = [step for step, drafts in enumerate(FIRST_STEPS) if drafts]
 
 @dataclass
 class Machine:
-    """A text that grows: seconds of a forward of the target, of a row more in it, of a draft, of a row to catch up on.
+    """A simulated sequence: seconds of a target forward pass, of each additional row, of a draft, and of a row to catch
+    up.
 
     Attributes:
-        accepts: how many of K drafts are right at a step.
-        slower: what a step takes more, by its number: code that is loaded or compiled at its first use.
-        overhead: of the engine, in every step.
+        accepts: number of correct drafts out of K at a step.
+        slower: additional time of a step, by number: code that is loaded or compiled at first use.
+        overhead: engine time in every step.
     """
 
     accepts: Callable[[int, int], int]
@@ -36,7 +37,7 @@ class Machine:
     overhead: float = 0.0
 
     def run(self, auto: AutoK, tokens: int) -> tuple[float, list[int]]:
-        """Seconds over those of plain decoding, where a forward takes 1; K of every step."""
+        """Return seconds relative to plain decoding, where a forward pass takes 1, and K of every step."""
         emitted, seconds, counts, missing = 0, 0.0, list[int](), self.prompt
         while emitted < tokens:
             count = auto.choose(missing)
@@ -52,7 +53,7 @@ class Machine:
 
 
 def step_of(drafter: float, target: float, offered: int, accepted: int) -> AcceptanceStats:
-    """Of one text."""
+    """Return a step of one sequence."""
     made = AcceptanceStats(target_seconds=target, drafter_seconds=drafter)
     made.count(offered, accepted, accepted + 1)
     return made
@@ -66,7 +67,7 @@ def never(_: int, __: int) -> int:
 @pytest.mark.parametrize("behind", [0.0, 0.002, 0.02, 0.05])
 @pytest.mark.parametrize("draft", [0.02, 0.1, 0.2, 0.35])
 def test_a_drafter_that_is_never_right_costs_two_percent_at_most(draft: float, behind: float, most: int) -> None:
-    """Of 128 tokens, the trial included; in the long run it is what trials may cost."""
+    """Of 128 tokens, including the trial; in the long run, as much as trials may cost."""
     machine = Machine(never, draft, behind=behind)
     beyond_trial = machine.prompt * behind
     for tokens, bound in ((128, 0.02 + beyond_trial / 128), (1000, 1.5 * SHARE + beyond_trial / 1000)):
@@ -86,12 +87,12 @@ def test_every_rest_is_at_least_twice_as_long_as_the_least_before_it() -> None:
 
 
 def test_a_clock_that_jitters_ends_no_rest() -> None:
-    """The seconds of a forward come and go with other load; without a new draft they say nothing of acceptance."""
+    """Forward times vary with other load; without a new draft they carry no information about acceptance."""
     auto, counts, missing = AutoK(2), list[int](), 32
     for step in range(300):
         counts.append(auto.choose(missing))
         missing = 0 if counts[-1] else missing + 1
-        slow = 1.5 if step >= len(FIRST_STEPS) else 1.0  # the steps with drafts seem fast from then on
+        slow = 1.5 if step >= len(FIRST_STEPS) else 1.0  # makes the earlier steps with drafts look fast
         auto.learn(counts[-1], step_of(0.2 * counts[-1] + 0.6 * (step == 0), slow, counts[-1], 0))
     assert counts[: len(FIRST_STEPS)] == [2 * drafts for drafts in FIRST_STEPS]
     assert sum(counts[len(FIRST_STEPS) + FIRST_REST_STEPS :]) <= 3
@@ -116,14 +117,14 @@ def test_a_drafter_that_is_right_is_used_from_the_first_step() -> None:
 
 
 def test_first_steps_that_load_code_do_not_end_drafting() -> None:
-    """Of a process the first step is many times as long, and the second one, with drafts for the first time, twice."""
+    """A process's first step takes many times as long, and the second, the first with drafts, twice as long."""
     _, counts = Machine(lambda _, count: count, slower=(20, 1.5)).run(AutoK(2), 128)
     assert all(counts[len(FIRST_STEPS) :])
 
 
 @pytest.mark.parametrize("texts", [1, 4])
 def test_a_batch_pays_by_its_steps_and_not_by_its_texts(texts: int) -> None:
-    """Rejected drafts of several texts cost what they cost, though every text gains a token."""
+    """Rejected drafts of several sequences have a cost, even if every sequence gains a token."""
     auto, counts = AutoK(2), list[int]()
     for _ in range(400):
         counts.append(auto.choose())
@@ -136,7 +137,7 @@ def test_a_batch_pays_by_its_steps_and_not_by_its_texts(texts: int) -> None:
 
 @pytest.mark.parametrize(("left", "drafts"), [(10, False), (2000, True)])
 def test_a_drafter_catches_up_where_enough_tokens_are_left(left: int, drafts: bool) -> None:
-    """A draft saves half of the time, and the rows of a prompt cost as much as 64 plain steps."""
+    """A draft halves the time, and the prompt's rows cost as much as 64 plain steps."""
     auto, catching_up = AutoK(1), True
     for _ in range(60):
         count = auto.choose(640 if catching_up else 0)
@@ -148,7 +149,7 @@ def test_a_drafter_catches_up_where_enough_tokens_are_left(left: int, drafts: bo
 
 
 def test_plain_steps_are_timed_again_while_drafts_pay() -> None:
-    """Plain steps that become fast are noticed."""
+    """It is noticed if plain steps become fast."""
     auto, counts = AutoK(2), list[int]()
     for step in range(1000):
         counts.append(auto.choose())
@@ -159,7 +160,9 @@ def test_plain_steps_are_timed_again_while_drafts_pay() -> None:
 
 
 def test_time_of_the_engine_speaks_for_more_drafts() -> None:
-    """At 0.8 a draft, and 0.3 of them right beyond the first, the second draft pays if a step costs the engine much."""
+    """With 0.8 per draft and 0.3 correct beyond the first, the second draft pays off if engine overhead per step is
+    large.
+    """
 
     def taught(overhead: float) -> int:
         auto = AutoK(2)
@@ -180,7 +183,7 @@ def test_more_drafts_are_tried_where_the_first_ones_are_right() -> None:
 
 
 def taught(drafter: float, accepted: list[float], target: float = 1.0) -> AutoK:
-    """A choice after some steps in which a draft cost `drafter` and position k was accepted so often."""
+    """Return an AutoK after steps in which a draft cost `drafter` and position k was accepted at these rates."""
     auto, rates = AutoK(len(accepted)), [round(1000 * rate) for rate in accepted]
     for _ in range(40):
         count = auto.choose()
@@ -192,7 +195,7 @@ def taught(drafter: float, accepted: list[float], target: float = 1.0) -> AutoK:
 
 
 def test_as_many_drafts_as_pay_off() -> None:
-    """Rates from the start 0.8, 0.6, 0.1; tokens 1, 1.8, 2.4, 2.5."""
+    """Cumulative rates 0.8, 0.6, 0.1; tokens 1, 1.8, 2.4, 2.5."""
     assert taught(0.1, [0.8, 0.6, 0.1]).choose() == 2
     assert taught(0.01, [0.8, 0.6, 0.1]).choose() == 3
     assert taught(0.7, [0.8, 0.6, 0.1]).choose() == 1
@@ -200,7 +203,7 @@ def test_as_many_drafts_as_pay_off() -> None:
 
 
 def test_a_forward_of_more_rows_may_cost_more() -> None:
-    """A draft that is free and right half of the time, and doubles the target's time, does not pay."""
+    """A free draft that is right half of the time but doubles the target's time does not pay off."""
     auto = AutoK(1)
     for _ in range(40):
         count = auto.choose()
@@ -223,7 +226,7 @@ def test_batches_of_one_size_share_what_was_measured() -> None:
 
 
 def test_a_step_teaches_the_size_that_chose_its_k() -> None:
-    """Two texts, one of which ends in its first step: nobody else learns what that step took."""
+    """Two sequences, one of which ends in its first step: the step's time is not used for the other batch size."""
     target = Runner(model_of("gqa", 2))
     generate(target, [[4, 5], [6]], [1 + 1, 8], speculative={"method": "mtp", "num_speculative_tokens": "auto"})
     steps = {seqs: auto._steps for (_, seqs), auto in target.auto_counts.items()}
@@ -231,7 +234,7 @@ def test_a_step_teaches_the_size_that_chose_its_k() -> None:
 
 
 def test_drafts_of_another_batch_are_not_gone_on_with() -> None:
-    """They would have the drafter run the rows of texts that were decoded plainly until now."""
+    """The drafter would have to run the rows of sequences that were decoded plainly until now."""
     auto = taught(0.1, [0.8, 0.6, 0.1])
     assert auto.choose() == 2
     assert auto.holds

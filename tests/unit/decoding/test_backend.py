@@ -1,4 +1,4 @@
-"""A backend of another package runs the models that it fits, and all else runs the trained modules."""
+"""An external backend runs the models that it supports; the trained modules run all others."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ EAGLE = {"method": "mtp_eagle", "num_speculative_tokens": 4}
 
 
 class Half(Modules):
-    """Fits float32 models; drafts greedily at once, by the methods of the core."""
+    """Supports float32 models; drafts all tokens at once, greedily, with the core's methods."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -82,7 +82,7 @@ def test_drafts_at_once_are_those_in_turn(speculative: Any, monkeypatch: pytest.
 
 
 def test_all_products_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the trunk's two layers and three MTP layers, 4 each; 3 that merge; and the head."""
+    """The trunk's two layers and three MTP layers with 4 each; 3 that merge; and the head."""
     ours = with_half(monkeypatch)
     assert len(vars(ours.backend)["multiplied"]) == 5 * 4 + 3 + 1
 

@@ -33,7 +33,7 @@ def test_the_scale_is_known_without_the_core_attention(kind: str, changes: dict[
 
 
 class OnGPU(torch.Tensor):
-    """A tensor that says so."""
+    """A tensor that reports a GPU."""
 
     is_cuda = True  # type: ignore[assignment]
 

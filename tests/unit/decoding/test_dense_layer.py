@@ -1,6 +1,6 @@
-"""The short dense layer does not run where the model has a switch that it does not know, planted or Megatron's own.
+"""The short dense layer is not used if the model has a switch that it does not know, planted or Megatron's own.
 
-And what a GPU compiles of it computes the same.
+And its version compiled for a GPU computes the same.
 """
 
 import json
@@ -35,11 +35,11 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "clamp of activations": {"activation_func_clamp_value": 0.01},
     "offset of gated units": {"glu_linear_offset": 1.0},
 }
-"""Switches that Megatron has and that the short layer does not know."""
+"""Megatron's switches that the short layer does not support."""
 
 
 def assert_drafts_as_trained(runner: Runner, twin: GPTModel) -> None:
-    """Drafting emits the argmax of the training forward, along whole texts."""
+    """Check that drafting outputs the argmax of the training forward pass, along whole sequences."""
     prompts = prompts_of(3)
     for prompt, new in zip(prompts, generate(runner, prompts, 12, speculative=MTP).token_ids, strict=True):
         best = trained_forward(twin, prompt + new)[0].argmax(-1)
@@ -65,13 +65,13 @@ class TwoRanks:
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_launches_of_a_layer_with_latents(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that are pages add a copy of the latents."""
+    """Paged blocks add a copy of the latents."""
     assert launches_of_a_layer(monkeypatch, "mla", paged) == 57 + paged
 
 
 @pytest.mark.parametrize(("changes", "launches"), [({}, 18), ({"qk_layernorm": True}, 21)])
 def test_launches_of_a_layer(changes: dict[str, Any], launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that are pages add two copies, and tensor parallelism two sums."""
+    """Paged blocks add two copies, and tensor parallelism two sums."""
     assert launches_of_a_layer(monkeypatch, "gqa", paged=False, **changes) == launches
     assert launches_of_a_layer(monkeypatch, "gqa", paged=True, **changes) == launches + 2
     model, summed = model_of("gqa", depths=1, **changes), list[TwoRanks]()
@@ -94,7 +94,7 @@ FUSED = {
     "cpu": ("aot_eager", 0.0),
     "cuda": ("inductor", 1e-5),
 }
-"""By device: which of torch's backends, and how far a result may be from that of the same function not compiled."""
+"""By device: torch.compile's backend, and the largest allowed difference from the uncompiled function."""
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ FUSED = {
     ],
 )
 def test_what_a_gpu_compiles_computes_the_same_and_is_compiled_once_for_all_layers(device: str) -> None:
-    """For one row or more of one sequence or more; other numbers of them, and other layers, compile nothing."""
+    """For one or more rows of one or more sequences; other counts and other layers compile nothing new."""
     backend, allowed = FUSED[device]
     command = [sys.executable, str(Path(__file__).parents[2] / "support" / "fused_functions.py"), device, backend]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
@@ -118,7 +118,7 @@ def test_what_a_gpu_compiles_computes_the_same_and_is_compiled_once_for_all_laye
 
 @pytest.fixture
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors say that they are on one, where kernels can be launched."""
+    """Tensors report a GPU where kernels can be launched."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(dense_layer, "why_not", lambda _: None)
     monkeypatch.setattr(dense_layer, "why_no_launcher", lambda: None)
@@ -143,7 +143,7 @@ def test_functions_are_compiled_for_a_gpu_that_can_launch_kernels(monkeypatch: p
 def test_what_cannot_be_compiled_runs_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After one warning; an error of the function itself stays one."""
+    """After one warning; errors of the function itself are passed on."""
 
     def fails(*_: Any) -> None:
         raise RuntimeError("ptxas is not there")
@@ -221,7 +221,7 @@ def test_a_planted_switch_leaves_the_layer_to_megatron(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", ["offset of gated units", "attention output gate", "planted"])
 def test_without_the_list_it_would_draft_wrongly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: every setting is taken for known."""
+    """Planted: every setting counts as known."""
     monkeypatch.setattr(dense_layer, "unknown_settings", lambda _: [])
     if name == "planted":
         half_the_layer(monkeypatch)

@@ -1,6 +1,7 @@
-"""The engine on tiny models: every lossless method emits what plain decoding does, and drafts what training computed.
+"""The engine on tiny models: every lossless method outputs the same as plain decoding, and drafts what training
+computed.
 
-ID token identity and CONF drafts against the forward of training; KV, INV and EDGE are in test_drafting_methods.py.
+ID: equal tokens. CONF: drafts equal to the training forward pass. KV, INV and EDGE are in test_drafting_methods.py.
 """
 
 import functools
@@ -67,7 +68,7 @@ DRAFTERS = {kind: method_of(kind) for kind in KINDS if "drafter_layers" in KINDS
 WINDOWED = ("windows", "windows-sinks")
 DRAFTING = [*DRAFTERS.items(), ("eagle3", "eagle3_tree")]
 ARRIVING = [(*one, *sizes) for sizes in ((6, 16), (1, 16), (32, 84)) for one in DRAFTING]
-"""A kind, a method, how many requests run at once, and how many come: 84 of them are 10,000 tokens."""
+"""A kind, a method, how many requests run at once, and how many arrive: 84 of them are 10,000 tokens."""
 
 
 def plain(target: Runner, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
@@ -76,7 +77,7 @@ def plain(target: Runner, prompts: list[list[int]], new_tokens: int) -> list[lis
 
 @pytest.fixture(scope="module")
 def answered() -> Callable[..., list[list[int]]]:
-    """What plain decoding says to so many prompts."""
+    """Return plain decoding's outputs for so many prompts."""
     return functools.cache(lambda batch, new_tokens: plain(runner_of(), prompts_of(batch), new_tokens))
 
 
@@ -91,7 +92,7 @@ def test_plain_decoding_is_the_argmax_of_the_training_forward() -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("batch", "new_tokens"), tiered([(1, 100), (4, 60), (16, 30)], ((4, 60),)))
 def test_identity(method: str, batch: int, new_tokens: int, answered: Callable[..., list[list[int]]]) -> None:
-    """ID: what the drafter is right about, and what it is not, leaves the tokens as they are."""
+    """ID: neither correct nor wrong drafts change the tokens."""
     target, prompts = runner_of(), prompts_of(batch)
     answers = answered(batch, new_tokens)
     assert run(target, prompts, new_tokens, METHODS[method])[0].token_ids == answers
@@ -120,7 +121,7 @@ def test_identity_for_every_kind_of_model(kind: str) -> None:
 
 @pytest.mark.parametrize("method", tiered([*METHODS], ("mtp", "mtp_eagle", "mtp_tree", "ngram")))
 def test_samples_of_one_candidate_are_the_greedy_text(method: str) -> None:
-    """A wrong row in a cache changes a greedy choice, where it only shifts the distribution of samples."""
+    """A wrong cache row changes a greedy choice, but only shifts the distribution of samples."""
     target, prompts = runner_of(), prompts_of(6)
     texts = generate(target, prompts, 40, Sampling(1.0, top_k=1), METHODS[method]).token_ids
     assert texts == generate(target, prompts, 40).token_ids
@@ -130,7 +131,7 @@ def test_samples_of_one_candidate_are_the_greedy_text(method: str) -> None:
 def test_drafters_change_no_token_of_requests_that_come_and_go(
     kind: str, method: str, running: int, requests: int
 ) -> None:
-    """One comes in every step, with budgets of their own; drafts are the drafter's, and some that are right."""
+    """One arrives per step, each with its own budget; drafts are the drafter's, some replaced by correct ones."""
     target, prompts, least = runner_of(kind), prompts_of(requests), 10 if requests == 16 else 100
     budgets = [least + 3 * (number % 16) for number in range(requests)]
     answers = plain(target, prompts, max(budgets))
@@ -150,7 +151,7 @@ def test_drafters_change_no_token_of_requests_that_come_and_go(
 
 
 def drafts_of(target: Runner, text: list[int], settings: dict[str, Any], recorder: Recorder) -> list[Tensor]:
-    """Logits [V] of every position of the first draft after `text`, whose last token is the newest."""
+    """Return logits [V] at every position of the first draft after `text`, whose last token is the newest."""
     recorder.drafts.clear()
     run(target, [text[:-1]], 20, settings)
     return [logits_BV[0] for *_, logits_BV in recorder.drafts[: int(settings["num_speculative_tokens"])]]
@@ -165,7 +166,7 @@ def drafts_of(target: Runner, text: list[int], settings: dict[str, Any], recorde
 )
 @pytest.mark.parametrize("length", tiered([1, 2, 9], (9,)))
 def test_drafts_are_the_training_forwards(kind: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CONF: the logits of depth d at slot m - 1 of the text with the drafts behind it."""
+    """CONF: the logits of depth d at slot m - 1 of the text followed by the drafts."""
     target, twin, recorder = runner_of(kind, dtype=torch.float32), model_of(kind, dtype=torch.float32), None
     recorder = Recorder(monkeypatch)
     method = method_of(kind)
@@ -196,7 +197,7 @@ def test_drafts_are_the_training_forwards(kind: str, length: int, monkeypatch: p
 def test_drafts_after_accepted_and_rejected_ones_are_the_training_forwards(
     kind: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CONF along a whole text: what a round leaves in the caches is right for the next."""
+    """CONF along a whole sequence: a round leaves correct caches for the next."""
     target, twin = runner_of(kind), model_of(kind)
     prompt = prompts_of(1)[0]
     answer = plain(target, [prompt], 60)[0]
@@ -214,7 +215,7 @@ def test_drafts_after_accepted_and_rejected_ones_are_the_training_forwards(
 
 @pytest.mark.parametrize("method", ["mtp", "mtp_eagle", "mtp_tree"])
 def test_sampled_texts_depend_on_their_seeds_alone(method: str) -> None:
-    """Also at their ends, where a neighbor has more tokens to go: at temperature 4 drafts are often accepted."""
+    """Also near their ends, when a neighbor has more tokens left: at temperature 4 drafts are often accepted."""
     target, prompts = runner_of(), prompts_of(8)
     sampling = Sampling(4.0, top_k=20, top_p=0.95, min_p=0.02)
 
@@ -229,7 +230,7 @@ def test_sampled_texts_depend_on_their_seeds_alone(method: str) -> None:
 
 
 def test_drafts_beyond_the_budget_were_not_offered() -> None:
-    """Three tokens after a prompt: its forward gives one, and of the next step's three drafts one can be used."""
+    """Three tokens after a prompt: its forward pass gives one, and one of the next step's three drafts can be used."""
     target, prompts = runner_of(), prompts_of(2)
     stats = run(target, prompts, 3, METHODS["mtp"], plain(target, prompts, 9))[1].stats
     assert all(offered <= 2 for offered in stats.offered_at[:1])
@@ -245,7 +246,7 @@ def test_the_positions_end_each_text_by_itself() -> None:
 
 
 def continuation_of(text: list[int], shortest: int, longest: int, count: int) -> list[int]:
-    """Size by size, and place by place."""
+    """Search size by size, and place by place."""
     for size in range(min(longest, len(text) - 1), shortest - 1, -1):
         for start in range(len(text) - size - 1, -1, -1):
             if text[start : start + size] == text[-size:]:
@@ -343,7 +344,7 @@ def test_settings_that_a_block_drafter_does_not_allow(kind: str, settings: dict[
 
 
 def test_a_draft_ends_before_the_first_token_without_confidence() -> None:
-    """Offered drafts are fewer, the more confidence is asked for, and none at 1; no token changes."""
+    """The higher the required confidence, the fewer drafts are offered, and none at 1; no token changes."""
     target, prompts, offered = runner_of("dspark"), prompts_of(4), []
     answers = plain(target, prompts, 30)
     for least in (0.0, 0.4, 0.5, 1.0):
@@ -369,7 +370,7 @@ def test_prompts_that_cannot_be_continued(prompts: list[list[int]], new_tokens: 
 
 
 def test_statistics_of_one_step_by_hand() -> None:
-    """Drafts of 3, of which 3, 1 and 0 are accepted, and of the last step's two tokens one is cut."""
+    """Three drafts each, of which 3, 1 and 0 are accepted; one of the last step's two tokens is cut off."""
     stats = AcceptanceStats()
     for offered, accepted, emitted in [(3, 3, 4), (3, 1, 2), (3, 0, 1), (3, 1, 1)]:
         stats.count(offered, accepted, emitted)
@@ -408,7 +409,7 @@ def test_every_step_that_may_be_recorded_is_checked() -> None:
 
 @pytest.mark.parametrize(("method", "verifier", "temperature"), tiered(RECORDED, RECORDED_FIRST))
 def test_a_step_reads_nothing_back_and_has_static_shapes(method: str, verifier: str, temperature: float) -> None:
-    """Under FakeTensorMode, which refuses reads of data; drafting, verifying and keeping, two steps on end."""
+    """Under FakeTensorMode, which rejects reads of data: drafting, verifying and storing, two steps in a row."""
     tree = {"tree": [3, 2, 1]}
     own = (tree if method.endswith("_tree") else {}) | ({"model": "-"} if method.startswith("draft_model") else {})
     thinking = {"think_start": 3, "think_end": 6} if verifier == "relaxed" else {}
@@ -430,9 +431,9 @@ def test_a_step_reads_nothing_back_and_has_static_shapes(method: str, verifier: 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @torch.inference_mode()
 def test_every_tensor_is_on_the_models_device(method: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the model on the device "meta", which as CUDA does refuses tensors of the CPU beside its own."""
+    """With the model on the device "meta", which like CUDA rejects mixing with CPU tensors."""
     model = model_of("gqa").to("meta")
-    model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq.to("meta")  # made on the device, and no buffer
+    model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq.to("meta")  # created on the device, but not a buffer
     target, sampling = Runner(model), Sampling(temperature, top_k=20, top_p=0.9, min_p=0.1)
     sequences = sequences_of(target, prompts_of(3), 60, shapes=BatchShapes(growth=3, fixed=True))
     chosen = make_method(target, config_from({"method": method, "num_speculative_tokens": 2}), sampling)
@@ -499,7 +500,7 @@ def test_sampled_texts_have_the_targets_distribution(name: str) -> None:
         kind = f"{kind}-own-head" if f"{kind}-own-head" in KINDS else kind
         pair = model_of(kind, dtype=torch.float32), model_of(kind)
         if "drafter_markov_rank" in KINDS[kind].get("drafter", {}):
-            pair[0].mtp.layer.markov_w2.data *= 8  # so that a q without the bias is seen
+            pair[0].mtp.layer.markov_w2.data *= 8  # large enough that a q without the bias would be caught
     assert p_value_of(SAMPLED[name], pair=pair) > 0.001
 
 
@@ -508,7 +509,7 @@ def test_sampled_texts_have_the_targets_distribution(name: str) -> None:
 def test_texts_sampled_with_drafts_from_the_keys_of_pass_1_have_the_targets_distribution(
     settings: dict[str, Any],
 ) -> None:
-    """CHI likewise."""
+    """CHI, as above."""
     assert p_value_of(settings, pair=(model_of("first-pass", dtype=torch.float32), model_of("first-pass"))) > 0.001
 
 
@@ -557,13 +558,13 @@ def test_a_draft_model_with_another_vocabulary_or_fewer_positions_is_refused() -
 
 
 def test_a_draft_model_whose_ids_mean_other_tokens_is_refused() -> None:
-    """Of the same size: its drafts were words of another language, accepted by chance."""
+    """Regression: with an equal vocabulary size, drafts were words of another language, accepted by chance."""
     settings = {"method": "draft_model", "model": "-", "num_speculative_tokens": 2}
     target, drafter = runner_of(), runner_of()
     target.tokens, drafter.tokens = {"a": 0, "b": 1, "c": 2}, {"a": 0, "c": 1, "b": 2}
     with pytest.raises(ValueError, match=r"id 1 is 'c' in its own, and 'b' in .*; give a draft model"):
         generate(target, [[1]], 4, speculative=settings, drafter=drafter)
-    drafter.tokens = {"a": 0, "b": 1}  # an id without a token has no other meaning
+    drafter.tokens = {"a": 0, "b": 1}  # an id without a token cannot conflict
     assert generate(target, [[1]], 4, speculative=settings, drafter=drafter).token_ids
 
 

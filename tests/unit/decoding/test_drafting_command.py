@@ -1,4 +1,4 @@
-"""What surrounds the engine: prompts, streamed text, stop strings, the table, energy, and K picked by cost."""
+"""Around the engine: prompts, streamed text, stop strings, the table, energy, and K chosen by cost."""
 
 import io
 import math
@@ -70,7 +70,7 @@ class Terminal(io.StringIO):
 
 
 def test_text_streams_with_its_drafts_in_color(tokenizer: object) -> None:
-    """The euro sign is three tokens; it appears with its last."""
+    """The euro sign is three tokens; it appears with the last one."""
     a, b, *euro = tokenizer.encode("ab€")  # type: ignore[attr-defined]
     output = Terminal()
     stream = Stream(tokenizer, output)  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ def test_text_streams_with_its_drafts_in_color(tokenizer: object) -> None:
 
 
 def test_a_recorded_step_holds_the_tree_and_what_became_of_it() -> None:
-    """The second text of a batch: a tree a -> b and c, of which c was no candidate; then a draft beyond its end."""
+    """The second sequence of a batch: a tree a -> b and c, of which c was no candidate; then a draft beyond its end."""
     tree = Draft(
         torch.tensor([[0, 0, 0], [5, 6, 7]]),
         parents_BN=torch.tensor([[0, 1, 1], [0, 1, 1]]),
@@ -167,7 +167,7 @@ def test_perplexity_is_by_the_trunk_at_temperature_one() -> None:
 
 
 def test_a_text_depends_on_its_own_seed_in_any_batch() -> None:
-    """Prompt i has the seed of the first one plus i, whatever runs beside it."""
+    """Prompt i has the first prompt's seed plus i, whatever else is in the batch."""
     target, prompts = runner_of(), prompts_of(5)
     one_by_one, pairs, at_once = (
         Workload(target, prompts, 9, Sampling(2.0), frozenset(), None, None, batch, 7).timed(None)[0]
@@ -189,7 +189,7 @@ def test_texts_that_differ_by_rounding_say_so() -> None:
 
 
 class StandInMonitor:
-    """zeus's, which counts 2.5 J on a GPU in every window, and 4 J on each of two CPUs."""
+    """zeus's monitor, which counts 2.5 J on a GPU in every window, and 4 J on each of two CPUs."""
 
     def __init__(self, gpu_indices: list[int], cpu_indices: list[int] | None) -> None:
         self.gpu_indices, self.cpu_indices = gpu_indices, [0, 1] if cpu_indices is None else cpu_indices
@@ -225,7 +225,7 @@ def test_without_a_library_or_a_counter_there_are_no_joules(monkeypatch: pytest.
 
 @pytest.mark.skipif(find_spec("zeus") is None, reason="zeus is not installed; pip install zeus")
 def test_energy_of_counters_that_zeus_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that zeus finds among files; the counter stands still but for 3 J."""
+    """A CPU package that zeus finds among files; its counter only advances by 3 J."""
     import zeus.device.cpu
     from zeus.device.cpu import rapl
 

@@ -1,4 +1,4 @@
-"""Which modules a checkpoint's model drafts with, and in which precision; conversions draft as they are."""
+"""Which modules a checkpoint's model drafts with, and in which precision; conversions draft without training."""
 
 import io
 import json
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 def test_a_converted_model_drafts_in_its_own_precision(
     dtype: torch.dtype | None, weights: torch.dtype, tmp_path: Path
 ) -> None:
-    """With its depths and its tokenizer, before any training here."""
+    """With its MTP layers and its tokenizer, before any training here."""
     source = hf_models.make(tmp_path / "hf", "mimo", 1, torch.bfloat16)
     shutil.copytree(train_bpe(["abc"], 258, tmp_path / "tokenizer"), source, dirs_exist_ok=True)
     hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True))
@@ -34,13 +34,13 @@ def test_a_converted_model_drafts_in_its_own_precision(
     assert {weight.dtype for weight in loaded.runner.model.parameters()} == {weights}
     assert loaded.tokenizer == tmp_path / "mcore" / "hf"
     drafted = generate(loaded.runner, [[1, 2, 3]], 8, speculative={"method": "mtp"})
-    if weights == torch.float32:  # bfloat16 rounds several rows otherwise than one
+    if weights == torch.float32:  # bfloat16 rounds several rows differently from one
         assert drafted.token_ids == generate(loaded.runner, [[1, 2, 3]], 8).token_ids
     assert drafted.stats.drafted > 0
 
 
 def test_a_tokenizer_without_an_end_token_drafts(tmp_path: Path) -> None:
-    """Its texts run to the budget."""
+    """Its outputs use up the budget."""
     source = hf_models.make(tmp_path / "hf", "mimo", 1)
     hf_to_mcore(with_tokenizer(source), tmp_path / "mcore", Options(quiet=True))
     for prompt in (["--prompt-ids", "0,1,2"], ["--prompt", "abc"]):
@@ -51,7 +51,7 @@ def test_a_tokenizer_without_an_end_token_drafts(tmp_path: Path) -> None:
 
 
 def with_tokenizer(folder: Path) -> Path:
-    """A folder whose tokenizer has a vocabulary that the model holds, and names no end token."""
+    """Return a folder whose tokenizer fits the model's vocabulary, and has no end token."""
     words = Tokenizer(models.WordLevel({"a": 0, "abc": 1, "b": 2}, "a"))
     words.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
@@ -60,7 +60,7 @@ def with_tokenizer(folder: Path) -> Path:
 
 @pytest.mark.parametrize("given", ["relative", "removed"])
 def test_the_tokenizer_stays_with_the_checkpoint(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Export, drafting and evaluation find it from any folder, and where the run's own is gone."""
+    """Export, drafting and evaluation find it from any working directory, even if the run's own is gone."""
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
     train_bpe(["abc"], 258, tmp_path / "words")
@@ -95,7 +95,7 @@ def test_a_conversion_that_megatron_cannot_run_is_refused_in_a_sentence(tmp_path
 
 
 def test_rows_that_pad_the_vocabulary_are_never_emitted_where_no_tokenizer_tells_their_number(tmp_path: Path) -> None:
-    """96 tokens in 128 rows: the conversion knows the number; the runner took all rows for tokens."""
+    """Regression: 96 tokens in 128 rows: the conversion stores the number; the runner treated all rows as tokens."""
     hf_to_mcore(hf_models.make(tmp_path / "hf", "mimo", 1), tmp_path / "mcore", Options(quiet=True))
     for file in (tmp_path / "mcore" / "hf").glob("tokenizer*"):
         file.unlink()

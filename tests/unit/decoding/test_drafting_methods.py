@@ -1,4 +1,4 @@
-"""What every method inherits: KV caches after any accept pattern, INV no neighbor matters, EDGE the ends of texts."""
+"""Properties of every method: KV (caches after any accept pattern), INV (neighbors do not matter), EDGE (ends)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,11 +94,11 @@ def test_a_method_drafts_chains_or_trees_as_it_says(name: str) -> None:
 
 
 Placed = tuple[KVCache, BlockTables]
-"""A cache, and where the rows of some sequences are in it."""
+"""A cache, and where sequences have their rows in it."""
 
 
 def caches_of(proposer: Proposer, sequences: Sequences) -> list[KVCache]:
-    """The drafter's, of depth 1, 2, ... where there are several."""
+    """Return the drafter's caches, one per depth if there are several."""
     if proposer.drafter is not None:
         assert sequences.memory.drafter is not None
         return [sequences.memory.drafter]
@@ -107,7 +107,7 @@ def caches_of(proposer: Proposer, sequences: Sequences) -> list[KVCache]:
 
 @every_method
 def test_caches_are_those_of_a_fresh_prefill(name: str) -> None:
-    """KV: after drafts accepted and rejected at random, the trunk's rows and the drafter's final ones."""
+    """KV: after randomly accepted and rejected drafts, the trunk's rows and the drafter's final ones."""
     case = CASES[name]
     target, prompts = case.target(), prompts_of(4)
     used, driven = case.run(target, prompts, 40, answers=plain(target, prompts, 60))
@@ -122,7 +122,7 @@ def test_caches_are_those_of_a_fresh_prefill(name: str) -> None:
         return
     pairs = zip(caches_of(inner, used), caches_of(redone.proposer, fresh), strict=True)
     for depth, (ours, theirs) in enumerate(pairs, start=1):
-        # The drafter has not run the last step's tokens, and depth d is d - 1 rows behind.
+        # The drafter has not run the last step's tokens, and depth d lags by d - 1 rows.
         counts = [len(text) - 7 - depth for text in used.token_ids]
         assert_same_rows((ours, used.tables), (theirs, fresh.tables), counts)
 
@@ -134,7 +134,7 @@ def assert_same_rows(ours: Placed, theirs: Placed, counts: list[int]) -> None:
 
 
 class Overheard:
-    """Of the text of a seed: every draft, and all logits that it was made from, by the text's length."""
+    """Record every draft of a seed's sequence, and the logits it was made from, by sequence length."""
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seed, self.patch = seed, monkeypatch
@@ -179,10 +179,10 @@ class Overheard:
 def test_neighbors_change_nothing(
     name: str, dtype: torch.dtype, allowed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """INV: drafts and their logits of a text alone and among others, while the others' drafts fare differently.
+    """INV: drafts and logits of a sequence alone and in a batch whose other drafts are accepted differently.
 
-    What differs is rounding, of products over another number of rows: `allowed` is relative to the largest logit. An
-    EAGLE layer has no norms that keep it small.
+    They only differ by rounding, since products have different numbers of rows: `allowed` is relative to the largest
+    logit. An EAGLE layer has no norms that keep it small.
     """
     case, prompts = CASES[name], prompts_of(4)
     heard = []
@@ -220,7 +220,7 @@ def test_a_stop_token_inside_a_draft_ends_the_text_there(name: str) -> None:
 @every_method
 @pytest.mark.parametrize("budget", tiered([1, 2, 3], (2,)))
 def test_the_bonus_token_counts_against_the_budget(name: str, budget: int) -> None:
-    """K above what remains, and a prompt of one token."""
+    """K is larger than what remains, and a prompt has one token."""
     case, prompts = CASES[name], [[3], [5, 6, 7]]
     target = case.target()
     sequences, driven = case.run(target, prompts, budget, answers=plain(target, prompts, 8))
@@ -241,7 +241,7 @@ def test_prompts_longer_than_a_chunk(name: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", ["ngram", "lookahead"])
 def test_without_a_match_nothing_is_drafted(name: str) -> None:
-    """A text of tokens that are all different, and a pool that is still empty."""
+    """A sequence of distinct tokens, and a pool that is still empty."""
     case = CASES[name]
     target = case.target()
     sequences, driven = case.run(target, [[1, 2, 3, 4, 5]], 2)

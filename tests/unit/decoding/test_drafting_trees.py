@@ -1,4 +1,4 @@
-"""Trees: their rows in the trunk and in the drafter's cache, and what is left after any path was accepted."""
+"""Trees: their rows in the trunk and in the drafter's cache, and what is left after any accepted path."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def prefilled(target: Runner, prompts: list[list[int]]) -> Sequences:
 
 
 def accepting(paths: list[list[int]], rows: int) -> Any:
-    """A verifier that accepts these rows, whatever the logits say, and then token 1."""
+    """Return a verifier that accepts these rows, whatever the logits, and then token 1."""
     kept_BR = torch.tensor([[row in path for row in range(rows)] for path in paths], device="cuda")
     return lambda *_: Verdict(kept_BR, torch.ones_like(kept_BR[:, 0], dtype=torch.long))
 
@@ -55,7 +55,7 @@ def accepting(paths: list[list[int]], rows: int) -> Any:
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 @torch.inference_mode()
 def test_after_any_path_the_cache_is_that_of_the_path_alone(kind: str) -> None:
-    """KV for trees: five texts, each with another path; the next logits too."""
+    """KV for trees: five sequences, each with a different path; the next logits too."""
     target, twin, prompts = runner_of(kind), model_of(kind), prompts_of(len(PATHS))
     sequences = prefilled(target, prompts)
     config = config_from({"method": "ngram", "num_speculative_tokens": 0})
@@ -81,7 +81,7 @@ def test_after_any_path_the_cache_is_that_of_the_path_alone(kind: str) -> None:
 
 @torch.no_grad()
 def eagle_reference(twin: GPTModel, text: list[int], path: list[int]) -> Tensor:
-    """Log-probabilities [V] after a drafted path, by the module over whole sequences, without a cache."""
+    """Return log-probabilities [V] after a draft path, from the module over whole sequences, without a cache."""
     states_SBH = trunk_states(twin, text[:-1])
     tokens = text[1:]
     for step in range(len(path) + 1):
@@ -96,7 +96,7 @@ def eagle_reference(twin: GPTModel, text: list[int], path: list[int]) -> Tensor:
 
 @torch.no_grad()
 def trunk_states(twin: GPTModel, text: list[int]) -> Tensor:
-    """h_0 [S, 1, H] by the forward of training."""
+    """Return h_0 [S, 1, H] from the training forward pass."""
     hidden, mask = embedded_and_mask(twin, text)
     for layer in twin.decoder.layers:
         hidden, _ = layer(hidden_states=hidden, attention_mask=mask, rotary_pos_emb=twin.rotary_pos_emb(len(text)))
@@ -104,7 +104,7 @@ def trunk_states(twin: GPTModel, text: list[int]) -> Tensor:
 
 
 def embedded_and_mask(twin: GPTModel, tokens: list[int]) -> tuple[Tensor, Tensor]:
-    """[S, 1, H], and True where a row must not look."""
+    """Return embeddings [S, 1, H], and a mask that is True for rows that are not attended to."""
     rows = len(tokens)
     places_1S = torch.arange(rows, device="cuda").unsqueeze(0)
     mask = torch.ones(1, 1, rows, rows, device="cuda").tril().logical_not()
@@ -113,7 +113,7 @@ def embedded_and_mask(twin: GPTModel, tokens: list[int]) -> tuple[Tensor, Tensor
 
 @torch.inference_mode()
 def grown(target: Runner, text: list[int], settings: dict[str, Any]) -> tuple[Draft, Any]:
-    """The first draft after a text."""
+    """Return the first draft after a text."""
     sequences = prefilled(target, [text[:-1]])
     assert sequences.token_ids == [text]
     method: Method = make_method(target, config_from(settings), Sampling())
@@ -123,7 +123,7 @@ def grown(target: Runner, text: list[int], settings: dict[str, Any]) -> tuple[Dr
 
 @pytest.mark.parametrize("tree", [[1, 1, 1], [2, 2, 2], [3, 1, 2]])
 def test_every_node_of_a_tree_is_a_candidate_of_its_own_path(tree: list[int]) -> None:
-    """CONF for trees: siblings are the most likely tokens after their path, as the module says without a cache."""
+    """CONF for trees: siblings are the most likely tokens after their path, according to the module without a cache."""
     target, twin = runner_of(), model_of("gqa")
     text = run(target, [[4, 8, 15, 16, 23]], 1, None)[0].token_ids[0]
     draft, _ = grown(target, text, {"method": "mtp_tree", "tree": tree})
@@ -160,7 +160,7 @@ def test_every_row_of_a_tree_or_beam_says_what_the_module_does(most: int | None)
 
 
 def test_every_draft_of_a_reused_module_is_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CONF for `mtp_eagle`: the first position is depth 1 of training, further ones the module on its own states."""
+    """CONF for `mtp_eagle`: the first position is depth 1 of training, later ones the module on its own states."""
     target, twin = runner_of(dtype=torch.float32), model_of("gqa", dtype=torch.float32)
     text = run(target, [[4, 8, 15, 16, 23]], 1, None)[0].token_ids[0]
     said, real = list[Tensor](), mtp.pick
@@ -201,7 +201,7 @@ BEAM = {"method": "mtp_beam", "beam_width": 8, "num_speculative_tokens": 2, "ver
 
 
 def test_a_beam_finds_what_the_greedy_chain_misses() -> None:
-    """Of the eight likeliest first tokens, the one whose best continuation makes the likeliest pair."""
+    """Of the eight most likely first tokens, the one whose best continuation gives the most likely pair."""
     target, twin = runner_of(), model_of("gqa")
     text = run(target, [[4, 8, 15]], 1, None)[0].token_ids[0]
     draft, proposer = grown(target, text, BEAM)
@@ -235,7 +235,7 @@ def test_a_window_makes_ngrams() -> None:
     #   levels a: 5 6, b: 7 8, and the target's words 9 and 4: n-grams (5, 7, 9) and (6, 8, 4)
     window = JacobiWindow([[5, 6], [7, 8]], found=(3, [9, 4]))
     repeated = JacobiWindow([[5, 6], [7, 8]], found=(3, [9, 4]))
-    repeated.learn(3, guesses=2)  # no token has come since
+    repeated.learn(3, guesses=2)  # no token has arrived since
     assert (repeated.levels, repeated.pool, repeated.found) == ([[5, 6], [7, 8]], {}, None)
     window.learn(4, guesses=2)
     assert window.levels == [[7, 8], [9, 4]]

@@ -1,4 +1,4 @@
-"""Continuous batching against `generate` in float32: the same tokens, whatever comes when."""
+"""Continuous batching against `generate` in float32: the same tokens, whenever requests arrive."""
 
 import random
 from collections import Counter
@@ -57,7 +57,7 @@ def same_as_alone(engine: Engine, requests: list[Request], runner: Runner | None
     assert engine.load.blocks_used == 0
 
 
-# ---- whatever comes when
+# ---- random arrivals
 
 
 @settings(max_examples=15, **QUIET)
@@ -75,7 +75,7 @@ def test_tokens_are_those_of_generate_in_many_more_cases(day: Any) -> None:
 
 @pytest.mark.parametrize("method", tiered(METHODS, ("plain", "mtp", "mtp_tree")))
 def test_texts_of_a_method_join_and_leave(method: str) -> None:
-    """More requests than places; greedy and sampled."""
+    """More requests than slots; greedy and sampled."""
     every = zip(prompts_of(7, 50), [3, 30, 9, 1, 17, 24, 12], SAMPLINGS * 2, strict=False)
     wanted = [request_of(p, n, method, sampling=s, seed=n) for p, n, s in every]
     same_as_alone(engine_of(running=3, chunk=16), wanted)
@@ -95,7 +95,7 @@ LONG = {length: [(place * place * 7 + length) % (VOCABULARY - 1) + 1 for place i
 
 
 def long_runner(kind: str, compiled: str, monkeypatch: pytest.MonkeyPatch) -> Runner:
-    """A model with positions for more than two chunks; the same for all tests."""
+    """Return a model with positions for more than two chunks, shared by all tests."""
     monkeypatch.setenv("MEGATRON_MTP_COMPILED", compiled)
     if (name := f"long {kind} {compiled}") not in KEPT:
         model = drafting_hybrid(HYBRID, torch.float32) if kind == "hybrid" else model_of(kind, 3, torch.float32)
@@ -116,7 +116,7 @@ def long_runner(kind: str, compiled: str, monkeypatch: pytest.MonkeyPatch) -> Ru
     ),
 )
 def test_prompts_around_a_chunk_and_two(kind: str, method: str, compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No window of a drafter that catches up has padding alone; prompts come one by one, and together."""
+    """No window of a catching-up drafter consists only of padding; prompts arrive one by one, and together."""
     runner, drafter = (long_runner(one, compiled, monkeypatch) for one in (kind, "mha-tied-layernorm"))
     wanted = [request_of(LONG[length], 4, method) for length in LENGTHS]
     right = [alone(request, runner, drafter) for request in wanted]
@@ -137,7 +137,7 @@ def test_a_new_engine_is_idle() -> None:
 
 
 def test_a_long_prompt_does_not_stall_others() -> None:
-    """A text that is decoded gains a token between any two chunks of another's prompt."""
+    """A sequence that is decoding gains a token between any two chunks of another's prompt."""
     engine = engine_of(chunk=16)
     short = engine.add(request_of([5], 40, "plain"))
     engine.step()
@@ -186,7 +186,7 @@ def test_a_place_is_taken_in_the_step_after_the_one_in_which_it_is_left() -> Non
 
 @pytest.mark.parametrize("method", ["plain", "mtp"])
 def test_prompts_run_in_one_forward_and_their_padding_does_not(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """100, 12 and 50 rows: through the trunk together, and through each of the three depths."""
+    """100, 12 and 50 rows: through the trunk together, and through each of the three MTP layers."""
     runner, rows = runner_of(), list[int]()
     embed = runner.backend._embed
 
@@ -208,7 +208,7 @@ def test_prompts_run_in_one_forward_and_their_padding_does_not(method: str, monk
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one_and_holds_up_none() -> None:
-    """Rows a step: 8 of the long prompt; then 5 of the short one and 3; 8; 4 of the next short one and 4."""
+    """Rows per step: 8 of the long prompt; then 5 of the short one and 3; 8; 4 of the next short one and 4."""
     engine, long, short = engine_of(chunk=8), request_of(PIECES[0], 4), request_of([1, 2, 3, 4, 5], 1)
     first = engine.add(long)
     engine.step()
@@ -222,7 +222,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_and_holds_up_none() -> None
 
 @pytest.mark.parametrize("when", [0, 1, 2, 4])
 def test_what_is_cancelled_leaves_its_place_and_blocks(when: int) -> None:
-    """While it waits, while its prompt runs, and while it is decoded."""
+    """While it waits, while its prompt runs, and while it is decoding."""
     engine = engine_of(running=1, chunk=16)
     request = request_of(prompts_of(1, 1)[0] * 40, 30)
     number = engine.add(request)
@@ -236,7 +236,7 @@ def test_what_is_cancelled_leaves_its_place_and_blocks(when: int) -> None:
 
 
 def test_texts_are_put_back_and_lose_nothing() -> None:
-    """Three texts grow to 3 blocks each, and there are 6."""
+    """Three sequences grow to 3 blocks each, and there are 6."""
     engine = engine_of(blocks=6, reuse=False)
     wanted = [request_of(prompt, 60, sampling=Sampling(1.0), seed=7) for prompt in prompts_of(3, 20)]
     same_as_alone(engine, wanted)
@@ -254,14 +254,14 @@ def test_the_oldest_text_is_never_put_back() -> None:
 
 @pytest.mark.parametrize("method", tiered(METHODS, ("mtp", "mtp_tree", "ngram")))
 def test_a_text_may_fill_all_positions(method: str) -> None:
-    """160 of them; the last steps draft beyond."""
+    """160 positions; the last steps draft beyond."""
     prompt = (PIECES[0] + PIECES[1] + PIECES[2])[:101]
     same_as_alone(engine_of(), [request_of(prompt, 100, method), request_of(prompt[:3], 9, method)])
 
 
 @pytest.mark.parametrize("method", tiered(METHODS, ("mtp", "mtp_tree", "ngram")))
 def test_ends_and_texts_that_are_put_back_change_no_token(method: str) -> None:
-    """Ends at stops and budgets; texts that are put back; places that are taken over."""
+    """Ends at stops and budgets; preempted sequences; reused slots."""
     every = zip(prompts_of(7, 50), [3, 30, 9, 1, 17, 24, 12], SAMPLINGS * 2, strict=False)
     wanted = [request_of(p, n, method, sampling=s, seed=n, stop_ids=frozenset({7, 8})) for p, n, s in every]
     same_as_alone(engine_of(running=3, chunk=16), wanted)
@@ -269,14 +269,14 @@ def test_ends_and_texts_that_are_put_back_change_no_token(method: str) -> None:
 
 
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
-"""Methods of a tensor that wait for the device."""
+"""Tensor methods that synchronize with the device."""
 
 
 @pytest.mark.parametrize(
     ("method", "reads"), [("plain", 2), ("mtp", 2), ("mtp_eagle", 2), ("ngram", 4), ("draft_model", 2)]
 )
 def test_a_step_reads_only_what_it_gave(method: str, reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens and counts, and of a draft that may end early its nodes: after the trunk, and nothing before it."""
+    """Tokens and counts, plus the nodes of a draft that may end early: after the trunk, and nothing before it."""
     engine, noted = engine_of(), list[str]()
     numbers = [engine.add(request_of(prompt, 30, method)) for prompt in prompts_of(3, 9)]
 
@@ -310,12 +310,12 @@ def test_a_step_reads_only_what_it_gave(method: str, reads: int, monkeypatch: py
     assert all(len(text) < 30 for text in made.values())
 
 
-# ---- known beginnings
+# ---- prefix caching
 
 
 @pytest.mark.parametrize("method", tiered(METHODS, ("mtp", "mtp_tree", "draft_model", "lookahead")))
 def test_a_known_beginning_gives_the_same_tokens_and_does_not_run(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """80 tokens of a prompt of 90 are known, which are two blocks of 32."""
+    """80 tokens of a prompt of 90 are cached, which are two blocks of 32."""
     rows: list[int] = []
     trunk, runner = Runner.trunk, runner_of()
 
@@ -340,7 +340,7 @@ def test_a_known_beginning_gives_the_same_tokens_and_does_not_run(method: str, m
 
 
 def test_a_drafter_does_not_run_a_known_beginning_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does it draft otherwise: acceptance is that of `generate`."""
+    """And it drafts the same: acceptance matches `generate`."""
     engine, beginning = engine_of(), PIECES[0] + PIECES[1]
     one, other = (request_of(beginning + rest, 20, sampling=Sampling(1.0), seed=5) for rest in ([3] * 10, [4] * 10))
     same_as_alone(engine, [one])
@@ -362,7 +362,7 @@ def test_a_drafter_does_not_run_a_known_beginning_either(monkeypatch: pytest.Mon
 
 
 def test_texts_that_go_on_alike_after_a_block_share_it_and_others_do_not() -> None:
-    """The rows of the last depth depend on three tokens behind the block."""
+    """The last depth's rows depend on three tokens after the block."""
     engine, beginning = engine_of(), PIECES[0][:32]
     same_as_alone(engine, [request_of([*beginning, 1, 2, 3, 4], 3)])
     for rest, cached in (([1, 2, 3, 9], 32), ([1, 2, 9, 9], 0)):
@@ -372,7 +372,7 @@ def test_texts_that_go_on_alike_after_a_block_share_it_and_others_do_not() -> No
 
 @pytest.mark.parametrize("method", ["plain", "mtp"])
 def test_a_block_is_known_by_all_that_stands_before_it(method: str) -> None:
-    """Its tokens alone, at a prompt's beginning or behind another block, do not name it: their rows are others."""
+    """Its own tokens, at a prompt's start or after another block, do not identify it: its rows would differ."""
     engine, block, rest = engine_of(), PIECES[1][:32], [1, 2, 3, 4, 5]
     for before in (PIECES[0][:32], [], PIECES[2][:32], PIECES[2][:32], PIECES[0][:32]):
         prompt = [*before, *block, *rest]
@@ -381,7 +381,7 @@ def test_a_block_is_known_by_all_that_stands_before_it(method: str) -> None:
 
 
 def test_of_a_known_text_the_end_is_forgotten_first() -> None:
-    """Three of four blocks are known; a text of two takes the free one and one of these."""
+    """Three of four blocks are cached; a sequence of two takes the free one and one of these."""
     engine, text = engine_of(blocks=4), request_of((PIECES[0] + PIECES[1] + PIECES[2])[:100], 3)
     same_as_alone(engine, [text, request_of(PIECES[2], 3), text])
     assert engine.load.cached_tokens == 64
@@ -418,14 +418,14 @@ def test_without_reuse_nothing_is_known() -> None:
     assert engine.load.cached_tokens == 0
 
 
-# ---- no block is lost
+# ---- no block leaks
 
 
 def soak(requests_count: int) -> Engine:
-    """Random requests, of which many go away while they wait, run or are put back."""
+    """Run random requests, many of which are aborted while they wait, run or are preempted."""
     chance, engine = random.Random(5), engine_of(running=6, blocks=9, chunk=48, waiting=1000)
     live: list[int] = []
-    left = 100 * requests_count  # steps; so many that none are left if a block is lost
+    left = 100 * requests_count  # steps; runs out if a block leaks
     for number in range(requests_count):
         prompt = chance.choice([[], *PIECES]) + [chance.randrange(1, VOCABULARY) for _ in range(chance.randint(1, 30))]
         method = chance.choice(["plain", "mtp", "mtp_eagle", "ngram"])
@@ -458,7 +458,7 @@ def test_no_block_is_lost_by_a_thousand_requests() -> None:
     check_soak(soak(1000))
 
 
-# ---- what a request asks beside tokens
+# ---- other request options
 
 
 def test_a_text_ends_at_its_stops_and_cuts() -> None:
@@ -481,7 +481,7 @@ def test_a_text_ends_at_its_stops_and_cuts() -> None:
 
 
 def test_drafts_behind_a_stop_are_not_accepted() -> None:
-    """Of two drafts that the target would keep, the first one ends the text."""
+    """Of two drafts that the target would accept, the first ends the output."""
     request, method = Request([1, 2], 10, stop_ids=frozenset({7})), engine_of()._method_of(Request([1], 1))
     update = Sequence(0, request, method, 10, [1, 2, 3]).update([7, 9, 8], 2)
     assert (update.tokens, update.accepted) == ([7], 1)
@@ -489,7 +489,7 @@ def test_drafts_behind_a_stop_are_not_accepted() -> None:
 
 @pytest.mark.parametrize("limits", [{"stop_ids": frozenset({9})}, {"budget": 4}], ids=["stop", "budget"])
 def test_a_cut_is_shown_what_is_emitted_and_nothing_behind_it(limits: dict[str, Any]) -> None:
-    """So that it may keep what it has read. Prompt 1 2, text 3 4, and a step that brings 7 9 8, of which 8 goes."""
+    """So it may keep what it has read. Prompt 1 2, text 3 4, and a step that adds 7 9 8, of which 8 is dropped."""
     shown: list[list[int]] = []
     stops, budget = limits.get("stop_ids", frozenset()), limits.get("budget", 10)
     request, method = Request([1, 2], 10, stop_ids=stops, cut=shown.append), engine_of()._method_of(Request([1], 1))
@@ -524,7 +524,7 @@ def test_logprobs_are_those_of_a_forward_over_the_text(method: str) -> None:
 
 
 def test_logprobs_of_a_prompt_that_was_put_back_are_whole() -> None:
-    """The first text takes a third block while the second's prompt runs, one row a step."""
+    """The first sequence takes a third block while the second's prompt runs, one row per step."""
     engine = engine_of(blocks=4, chunk=1)
     engine.add(request_of(PIECES[0] + PIECES[1][:9], 40, "plain"))
     prompt = PIECES[1] + PIECES[2][:18]
@@ -536,7 +536,7 @@ def test_logprobs_of_a_prompt_that_was_put_back_are_whole() -> None:
 
 
 def penalized_by_hand(request: Request) -> list[int]:
-    """Greedy, by the definition, over the forward of training."""
+    """Decode greedily by the definition, with the training forward pass."""
     twin, penalties, text = model_of("gqa", 3, torch.float32), request.penalties, list(request.prompt)
     for _ in range(request.max_new_tokens):
         logits = trained_forward(twin, text)[0][-1].tolist()
@@ -570,7 +570,7 @@ def test_penalties_are_those_of_their_definition(method: str) -> None:
     engine = engine_of()
     wanted = [request_of([5, 6, 7, 5], 25, method, penalties=one) for one in every]
     some = penalized_by_hand(replace(wanted[1], max_new_tokens=5))
-    ends = frozenset(some[3:5])  # a text ends at one of them, and no earlier than the 8th token where that is asked for
+    ends = frozenset(some[3:5])  # an output ends at one of them, but not before the 8th token if that is requested
     for penalties in (Penalties(0.0, 0.7), Penalties(0.0, 0.7, least=8, ends=ends)):
         every.append(penalties)
         wanted.append(request_of([5, 6, 7, 5], 25, method, penalties=penalties, stop_ids=ends))
@@ -583,7 +583,7 @@ def test_penalties_are_those_of_their_definition(method: str) -> None:
 
 
 def penalties_p_value(method: str) -> float:
-    """Of the chi-square test over the 36 texts of four tokens without an end in the first two, over three tokens."""
+    """Return p of the chi-square test over the 36 outputs of four tokens, from three tokens, without an early end."""
     penalties, sampling = Penalties(0.4, 0.7, 1.3, ((1, 0.8),), 2, frozenset([2])), Sampling(1.5)
     twin, prompt, seeds = model_of("gqa"), [0, 1, 2, 0, 1, 2, 1], 3000
     engine = Engine(Runner(model_of("gqa", 3, torch.float32), vocab_size=3), EngineSettings(running=100, waiting=seeds))
@@ -608,14 +608,14 @@ def penalties_p_value(method: str) -> float:
 @pytest.mark.matrix
 @pytest.mark.parametrize("method", ["mtp", "mtp_tree"])
 def test_sampled_texts_with_penalties_have_the_distribution_of_their_definition(method: str) -> None:
-    """With a bias and ends that may not come early, drafted all the while."""
+    """With a bias and a minimum length, while drafting."""
     assert penalties_p_value(method) > 1e-3
 
 
 @pytest.mark.parametrize("least", [0, 4])
 @pytest.mark.parametrize("parents", [None, [0, 0, 2, 3]], ids=["chain", "tree"])
 def test_penalties_of_a_drafted_row_count_the_drafts_before_it(parents: list[int] | None, least: int) -> None:
-    """Every row is what it would be if the drafts on its way had been emitted."""
+    """Every row is as if the drafts before it had been accepted."""
     penalties = Penalties(0.5, 0.25, 1.5, ((4, 2.0),) if least else (), least, frozenset([1, 6]))
     text, drafts = [1, 2, 2, 3], [2, 4, 4, 5]
     seen: list[torch.Tensor] = []
@@ -645,7 +645,7 @@ def test_automatic_k_changes_no_token(method: str) -> None:
     same_as_alone(engine_of(running=4), wanted)
 
 
-# ---- what cannot be served
+# ---- requests that cannot be served
 
 
 @pytest.mark.parametrize(
@@ -695,7 +695,7 @@ def test_sizes_below_one_are_refused(size: str) -> None:
 
 
 def test_blocks_of_a_model_fill_the_memory_that_is_given() -> None:
-    """What a block takes is what its tensors have."""
+    """A block takes as much as its tensors."""
     engine = engine_of(blocks=5)
     engine.add(request_of([1, 2, 3], 9))
     drained(engine)
@@ -715,7 +715,7 @@ def test_blocks_of_a_model_fill_the_memory_that_is_given() -> None:
 def test_without_a_limit_a_text_ends_where_there_is_no_more_room(
     method: str, drafted: int, blocks: int, positions: int | None
 ) -> None:
-    """With its last drafts, whatever the engine drafts by default; a token more is refused."""
+    """Including its last drafts, whatever the engine drafts by default; one more token is rejected."""
     own = config_from({"method": "mtp", "num_speculative_tokens": drafted})
     engine = Engine(runner_of(), EngineSettings(blocks=blocks, positions=positions), own)
     of_method = Engine(runner_of(), engine.settings, config_from(METHODS[method]))
@@ -744,7 +744,7 @@ def test_a_cache_takes_a_share_of_a_gpus_free_memory_unasked(monkeypatch: pytest
     assert blocks_for(1, runner_of(), positions=40) == 3, "of 40 tokens, and of drafts behind them"
 
 
-# ---- a step that raises
+# ---- failing steps
 
 PLACES: dict[str, tuple[type, str]] = {
     "the rows of a prompt": (PrefillBatch, "run"),
@@ -756,7 +756,7 @@ PLACES: dict[str, tuple[type, str]] = {
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, where: str, raises: Callable[[list[int]], bool]) -> None:
-    """Raise behind a call in the engine where `raises` says so of the seeds of the texts that take part."""
+    """Raise after a call in the engine if `raises` accepts the seeds of the sequences in it."""
     owner, name = PLACES[where]
     real = getattr(owner, name)
 
@@ -770,14 +770,14 @@ def plant(monkeypatch: pytest.MonkeyPatch, where: str, raises: Callable[[list[in
 
 
 def seven(method: str) -> tuple[list[Request], list[list[int]]]:
-    """Requests, and the tokens that each gives alone."""
+    """Return requests, and each one's tokens when run alone."""
     every = zip(prompts_of(7, 50), [3, 30, 9, 12, 17, 24, 12], SAMPLINGS * 2, strict=False)
     wanted = [request_of(p, m, method, sampling=s, seed=seed) for seed, (p, m, s) in enumerate(every)]
     return wanted, [alone(request) for request in wanted]
 
 
 def check_errors(wanted: list[Request], answers: list[list[int]], bad: set[int], **sizes: Any) -> Engine:
-    """All but the bad requests give the tokens that they give alone, and nothing is left of any."""
+    """Check that all but the bad requests give the tokens that they give alone, and nothing of any is left."""
     engine = engine_of(running=4, **sizes)
     numbers = [engine.add(request) for request in wanted]
     updates = drained(engine)
@@ -791,8 +791,8 @@ def check_errors(wanted: list[Request], answers: list[list[int]], bad: set[int],
 
 @pytest.mark.parametrize("where", PLACES)
 def test_a_request_that_fails_is_the_only_one(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of seven always raise, also when they are alone."""
-    bad = set[int]() if where == "a text that joins" else {1, 5}  # one that is alone joins no group
+    """Two of seven always raise, even when alone."""
+    bad = set[int]() if where == "a text that joins" else {1, 5}  # a lone one joins no group
     requests = seven("mtp")
     plant(monkeypatch, where, lambda seeds: bool({1, 5} & {*seeds}))
     check_errors(*requests, bad)
@@ -800,7 +800,7 @@ def test_a_request_that_fails_is_the_only_one(where: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("method", tiered(METHODS, ("mtp", "draft_model")))
 def test_an_error_that_passes_costs_no_token(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fifth forward of prompts raises once, and the fifth step, whoever takes part."""
+    """The fifth prefill raises once, and so does the fifth step, whichever sequences are in it."""
     requests = seven(method)
     for where in ("the rows of a prompt", "a step"):
         with monkeypatch.context() as patched:

@@ -1,9 +1,9 @@
-"""The distribution of one step, enumerated instead of sampled: lossless rules keep the target's to 1e-12.
+"""The distribution of one step, enumerated instead of sampled: lossless rules match the target's to 1e-12.
 
-Every draft counts with its probability under q. What a rule keeps changes at one value of each random number, which
-bisection finds, and the token after the kept ones counts with the weights that it is drawn from. Tokens behind these
-are the target's, so that all outcomes have as many. Wrong rules, which samples of a few thousand texts see only at some
-settings, are off by more than 1e-3 at all of them.
+Every draft is weighted by its probability under q. For each random number, what a rule keeps changes at one value,
+which bisection finds; the token after the kept ones is weighted by its probability. Later tokens come from the target,
+so that all outcomes have equal length. Wrong rules, which samples of a few thousand outputs catch only in some
+settings, are off by more than 1e-3 in all of them.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from megatron_mtp.decoding.sampling import NO_PENALTIES, VERIFY, Penalties, Samp
 
 V, PROMPT = 3, [2, 0, 2]
 CHAIN, TREE = (0, 1), (0, 0, 1)
-"""Rows that the drafted nodes continue; row 0 is the root's, row n + 1 that of node n."""
+"""Rows that the draft nodes continue; row 0 is the root, row n + 1 is node n."""
 
 SAMPLINGS = {
     "temperature 0.5": Sampling(0.5),
@@ -36,7 +36,7 @@ SAMPLINGS = {
 }
 PENALTIES = Penalties(presence=0.4, frequency=0.3, repetition=1.5, bias=((1, 0.7),))
 NEVER = 1 - 2.0**-53
-"""The largest random number, at which nothing is kept that need not be."""
+"""The largest random number, with which a rule keeps only what it must."""
 
 Rule = Callable[[Tensor, Draft, Round], Verdict]
 Path = tuple[int, ...]
@@ -54,7 +54,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Model:
-    """Logits after every path of tokens, and what is drawn from them."""
+    """Logits after every path of tokens, and samples from them."""
 
     seed: int
     sampling: Sampling
@@ -69,7 +69,7 @@ class Model:
         return self.sampling.probabilities(logits_1V)[0]
 
     def joint(self, depth: int) -> dict[Path, float]:
-        """Of so many tokens."""
+        """Return the joint distribution of so many tokens."""
         found = {(): 1.0}
         for _ in range(depth):
             found = {
@@ -111,12 +111,12 @@ class Drafts:
         )
 
     def rows(self, drafted: Path) -> list[Path]:
-        """Tokens from the root to the row that every node continues."""
+        """Return the tokens from the root to the row that every node continues."""
         paths = self.paths(drafted)
         return [paths[row] for row in self.parents]
 
     def paths(self, drafted: Path) -> list[Path]:
-        """Tokens from the root to every row."""
+        """Return the tokens from the root to every row."""
         found: list[Path] = [()]
         for row, token in zip(self.parents, drafted, strict=True):
             found.append((*found[row], token))
@@ -124,11 +124,11 @@ class Drafts:
 
     @property
     def depth(self) -> int:
-        """Tokens of an outcome: the longest path and the one behind it."""
+        """Number of tokens of an outcome: the longest path and one more."""
         return 1 + max(map(len, self.paths((0,) * len(self.parents))))
 
     def kept(self, rule: Rule, verify_BN: Tensor) -> Tensor:
-        """Nodes [B, N] that a rule keeps."""
+        """Return the nodes [B, N] that a rule keeps."""
         round = Round(self.target.sampling, Given(verify_BN), SpeculativeConfig("mtp"), [PROMPT] * len(self.tokens))
         if self.target.penalties != NO_PENALTIES:
             count = len(self.tokens)
@@ -137,7 +137,7 @@ class Drafts:
 
 
 def outcomes(rule: Rule, drafts: Drafts, monkeypatch: pytest.MonkeyPatch) -> dict[Path, float]:
-    """The probability of every outcome of a step by a rule."""
+    """Return the probability of every outcome of a step under a rule."""
     tails: list[Tensor] = []
 
     def draw(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def outcomes(rule: Rule, drafts: Drafts, monkeypatch: pytest.MonkeyPatch) -> dic
 
 
 def branches(rule: Rule, drafts: Drafts) -> list[tuple[Tensor, Tensor]]:
-    """Random numbers [B, N] for every way in which nodes can be kept, with the probability [B] of each."""
+    """Return random numbers [B, N] for every set of nodes that can be kept, with the probability [B] of each."""
     size = len(drafts.tokens), len(drafts.parents)
     found = [(torch.full(size, NEVER, dtype=torch.double), drafts.weight_B)]
     for node in range(size[1]):
@@ -182,7 +182,7 @@ def with_number(verify_BN: Tensor, node: int, number_B: Tensor) -> Tensor:
 
 
 def spread(found: dict[Path, float], drafts: Drafts, path: Path, chance: float) -> None:
-    """Add an outcome, continued by the target to full length."""
+    """Add an outcome, continued to full length by the target."""
     if not chance:
         return
     if len(path) >= drafts.depth:
@@ -193,7 +193,7 @@ def spread(found: dict[Path, float], drafts: Drafts, path: Path, chance: float) 
 
 
 def error(rule: Rule, drafts: Drafts, monkeypatch: pytest.MonkeyPatch) -> float:
-    """The largest difference of a probability from the target's."""
+    """Return the largest difference of a probability from the target's."""
     found = outcomes(rule, drafts, monkeypatch)
     return max(abs(found[path] - chance) for path, chance in drafts.target.joint(drafts.depth).items())
 
@@ -231,14 +231,14 @@ def test_penalties_shift_the_target_alone(sampling: str, monkeypatch: pytest.Mon
 
 
 def recover_from_target(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
-    """After a rejection the target's own distribution, drafted tokens included."""
+    """After a rejection, sample the target's own distribution, including draft tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verifiers, "leftover", lambda p_BV, _: p_BV)
         return verifiers.rejection(logits_BRV, draft, round)
 
 
 def flatter(q_V: Tensor) -> Tensor:
-    """A drafter's distribution before its temperature."""
+    """Return a drafter's distribution before its temperature."""
     return q_V.sqrt() / q_V.sqrt().sum()
 
 

@@ -1,4 +1,4 @@
-"""Layers of experts for few rows against Megatron's own, and which layers read nothing back to the host."""
+"""Expert layers for few rows against Megatron's own, and which layers do not synchronize with the host."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 def test_few_rows_are_what_megatrons_layer_makes_of_them(
     router: str, dtype: torch.dtype, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By gathering the experts' weights, and by running all experts; also in the parts that the weights become."""
+    """By gathering the experts' weights, and by running all experts; also in parts of the weights."""
     monkeypatch.setattr(experts, "COPIES", copies)
     layer = model_of("moe", depths=1, dtype=dtype, **ROUTERS[router]).decoder.layers[1]
     hidden_SBH = torch.randn(5, 3, layer.config.hidden_size, generator=torch.Generator().manual_seed(3)).to(dtype)
@@ -105,7 +105,7 @@ ROUTED_AS_DEEPSEEK: dict[str, Any] = {
 def test_launches_of_a_layer(
     kind: str, changes: dict[str, Any], launches: int, copies: int, of_all: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a few experts and of all; blocks that are pages add copies of keys and values, or of latents alone."""
+    """For a few experts and for all; paged blocks add copies of keys and values, or only of latents."""
     monkeypatch.setattr(experts, "COPIES", copies)
     assert launches_of_a_layer(monkeypatch, kind, paged=False, **changes) == launches + of_all
     pages = 1 if kind == "mla-moe" else 2

@@ -1,8 +1,8 @@
-"""The control flow of recorded steps, with a stand-in for CUDA graphs that repeats the recorded operations.
+"""The control flow of captured steps, with a stand-in for CUDA graphs that replays the recorded operations.
 
-As a CUDA graph does, it repeats what was recorded on the memory that was recorded: numbers that Python knew stay what
-they were, and a tensor that a step makes anew instead of writing it in place is not seen by the next one. And it keeps
-nothing alive that the step has read: memory that was freed since has other numbers on a GPU, and fails here.
+Like a CUDA graph, it replays on the recorded memory: Python numbers keep their recorded values, and the next step does
+not see a tensor that is newly created instead of written in place. It also keeps nothing alive that the step has read:
+memory freed since then has other contents on a GPU, and fails here.
 """
 
 import itertools
@@ -48,11 +48,11 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 
 FROM_THE_HOST = ("lift_fresh", "lift_fresh_copy")
-"""What `torch.tensor` of numbers is made by."""
+"""Operations behind `torch.tensor` of numbers."""
 
 
 class Read:
-    """A tensor of somebody else's memory, known by where it is."""
+    """A tensor in external memory, identified by its address."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.memory, self.dtype = StorageWeakRef(tensor.untyped_storage()), tensor.dtype
@@ -65,7 +65,7 @@ class Read:
 
 
 class Tape(TorchDispatchMode):
-    """Notes every operation of a step, and what the tensors it writes held before."""
+    """Record every operation of a step, and the previous contents of the tensors it writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Tape(TorchDispatchMode):
         self.own: set[int] = set()
 
     def noted(self, value: Any) -> Any:
-        """The value, with a `Read` in the place of every tensor that the step has not made."""
+        """Return the value with `Read` instead of every tensor that the step has not created."""
         if isinstance(value, list | tuple):
             return type(value)([self.noted(one) for one in value])
         is_read = isinstance(value, Tensor) and value.untyped_storage()._cdata not in self.own
@@ -112,9 +112,9 @@ class Tape(TorchDispatchMode):
 
 
 class Call(NamedTuple):
-    """An operation with its arguments, and the tensors that it returned unless all are views of those.
+    """An operation with its arguments, and the tensors that it returned, unless all are views of the arguments.
 
-    Tensors of others' memory are `Read`.
+    Tensors in external memory are `Read`.
     """
 
     operation: Any
@@ -125,7 +125,7 @@ class Call(NamedTuple):
 
 
 def present(value: Any) -> Any:
-    """The value, with tensors in the place of every `Read`."""
+    """Return the value with tensors instead of every `Read`."""
     kind = type(value)
     if kind is Read:
         return value.tensor()
@@ -133,7 +133,7 @@ def present(value: Any) -> Any:
 
 
 def tensors_of(values: Sequence[Any]) -> list[Any]:
-    """All tensors, and what is noted of them, in lists too."""
+    """Return all tensors, and their records, including those in lists."""
     found: list[Any] = []
     for one in values:
         if isinstance(one, list | tuple):
@@ -152,7 +152,7 @@ def record_on_tape(step: Callable[[], StepOutput], _: None) -> Recorded:
 
 
 class Counted(GraphedStep):
-    """On tape; counts the replays of all batches, and notes what was recorded: K and the window."""
+    """Record on tape; count the replays of all batches, and note what was recorded: K and the window."""
 
     replays = 0
     recorded: ClassVar[list[tuple[int, int]]] = []
@@ -188,7 +188,7 @@ def narrow_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 RECORDABLE = [name for name, method in PROPOSERS.items() if method.recordable and name != "plain"]
 FEW = ("mtp", "mtp_eagle", "mtp_tree", "mtp_beam", "draft_model", "ngram", "eagle3_tree", "dspark", "exhaustive")
-"""Of the first tier; the steps of the others are made of the same parts."""
+"""Methods of the first tier; the others' steps consist of the same parts."""
 
 
 MATRIX = pytest.mark.matrix
@@ -211,7 +211,7 @@ def test_repeated_steps_emit_what_plain_decoding_does(method: str, count: int, r
 def test_repeated_steps_of_other_layers_than_the_short_ones(
     kind: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Megatron's own, with few rows through experts and with cached latents; a second request too."""
+    """Megatron's own layers, with few rows through experts and with cached latents; a second request too."""
     place_static_experts_everywhere(monkeypatch)
     target, requests = runner_of(kind), [prompts_of(3), prompts_of(3, longest=30, seed=2)]
     answers = [generate(target, prompts, 20).token_ids for prompts in requests]
@@ -220,7 +220,7 @@ def test_repeated_steps_of_other_layers_than_the_short_ones(
     for prompts, answer in zip(requests, answers, strict=True):
         assert generate(target, prompts, 20, speculative=settings_of("mtp")).token_ids == answer
     assert set(Counted.recorded) == {(3, 128)}
-    assert len(Counted.recorded) <= 3  # of 4, 2 and 1 texts
+    assert len(Counted.recorded) <= 3  # for 4, 2 and 1 sequences
     assert Counted.replays > 20
 
 
@@ -241,7 +241,7 @@ SAMPLED = [
 def test_repeated_steps_sample_the_same_texts(
     method: str, verifier: str | None, request: pytest.FixtureRequest
 ) -> None:
-    """The random numbers of a step are made within it, from lengths in place; of three tokens many are accepted."""
+    """A step's random numbers are computed inside it, from lengths in place; with three tokens many are accepted."""
     target, prompts = Runner(model_of("gqa"), vocab_size=3), [[0, 1, 2, 0]] * 4
     settings = settings_of(method, 2) | ({"verifier": verifier} if verifier else {})
     drafter = drafter_of(method, vocab_size=3)
@@ -254,7 +254,7 @@ def test_repeated_steps_sample_the_same_texts(
 
 
 def test_repeated_steps_see_where_the_thinking_phase_begins_and_ends(request: pytest.FixtureRequest) -> None:
-    """`relaxed` reads the texts that grow on the device."""
+    """`relaxed` reads the growing sequences on the device."""
     target, prompts = Runner(model_of("gqa"), vocab_size=8), [[1, 2], [1], [5, 3]]
     settings = settings_of("mtp", 2) | {"verifier": "relaxed", "delta": 1.0, "think_start": 3, "think_end": 6}
     strict = generate(target, prompts, 60, speculative=settings_of("mtp", 2))
@@ -281,7 +281,7 @@ def test_another_small_model_is_recorded_anew(request: pytest.FixtureRequest) ->
 @pytest.mark.usefixtures("narrow_windows")
 @pytest.mark.parametrize("method", ["mtp", "mtp_tree", "mtp_beam", "draft_model", "ngram"])
 def test_all_forwards_of_a_step_have_one_window(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is how a step knows its graph; a tree looks at more slots than its path is long."""
+    """The window identifies a step's graph; a tree attends to more slots than its path is long."""
     windows: dict[tuple[int, ...], set[int]] = {}
     window = Sequences.window
 
@@ -308,7 +308,7 @@ def settings_of(method: str, count: int | str = 3) -> dict[str, Any]:
 
 
 def drafter_of(method: str, vocab_size: int | None = None) -> Runner | None:
-    """The small model of `draft_model`."""
+    """Return the small model of `draft_model`."""
     return Runner(model_of("mha-tied-layernorm"), vocab_size) if method.startswith("draft_model") else None
 
 
@@ -319,7 +319,7 @@ def drafter_of(method: str, vocab_size: int | None = None) -> Runner | None:
 def test_a_second_request_records_nothing(
     method: str, count: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Longer and shorter prompts and answers, other seeds; sizes of batches have graphs of their own: 4, 2 and 1."""
+    """Longer and shorter prompts and outputs, other seeds; batch sizes 4, 2 and 1 have their own graphs."""
     requests = [(prompts_of(2), 15, [0, 1]), (prompts_of(2, longest=60, seed=7), 25, [5, 6]), ([[1], [2]], 9, [7, 8])]
     another = prompts_of(3), 12, [1, 2, 3]
     target, settings = (
@@ -344,7 +344,7 @@ def test_a_second_request_records_nothing(
         assert answer(*one) == answers
         assert Counted.replays > before
     assert set(Counted.recorded) == {(count, 128)}
-    assert len(Counted.recorded) <= 7  # some also by the block in which the only text is that goes on
+    assert len(Counted.recorded) <= 7  # the block of the last remaining sequence may matter too
     for _ in range(3):
         in_python.clear()
         assert answer(*asked[0]) == wanted[0]
@@ -362,7 +362,7 @@ def test_another_method_and_other_sampling_have_graphs_of_their_own(request: pyt
     for _ in range(4):
         assert [generate(target, prompts, 9, sampling, settings).token_ids for settings, sampling in asked] == wanted
         recorded.append(len(Counted.recorded))
-    assert len(asked) <= recorded[2] == recorded[3] <= 2 * len(asked)  # of 2 texts, and of 1 where it went on
+    assert len(asked) <= recorded[2] == recorded[3] <= 2 * len(asked)  # of 2 sequences, and of the 1 that remained
 
 
 @pytest.mark.usefixtures("narrow_windows")
@@ -382,7 +382,7 @@ def test_a_text_that_outgrows_its_window_has_a_graph_for_the_next(method: str, r
 
 @pytest.mark.usefixtures("narrow_windows")
 def test_memory_has_a_bound(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Of graphs and batches, those that were not used for longest are dropped and made anew when needed."""
+    """The least recently used graphs and batches are dropped, and recreated when needed."""
     target, settings = runner_of(), settings_of("mtp", 2)
     answers = {batch: generate(target, prompts_of(batch), 60).token_ids for batch in (1, 2, 3)}
     request.getfixturevalue("on_tape")
@@ -406,7 +406,7 @@ def test_a_request_that_does_not_fit_gets_larger_memory(request: pytest.FixtureR
     target.positions = 40
     assert generate(target, prompts, 20, speculative=settings_of("mtp")).token_ids == short
     assert target.kept.settings.slots == 128
-    assert target.kept.scheduler.memory.states_N1SH.shape[:3] == (2, 1, 129)  # two texts, without a spare block
+    assert target.kept.scheduler.memory.states_N1SH.shape[:3] == (2, 1, 129)  # two sequences, without a spare block
     target.positions = 400
     assert generate(target, prompts, 140, speculative=settings_of("mtp")).token_ids == answers
     assert target.kept.settings.slots == 512
@@ -459,7 +459,7 @@ def test_a_request_within_another_has_memory_of_its_own(request: pytest.FixtureR
 
 @pytest.mark.parametrize("method", tiered(["mtp", "mtp_eagle", "plain"], ("mtp", "plain")))
 def test_texts_that_join_and_leave_replay_steps(method: str, request: pytest.FixtureRequest) -> None:
-    """Of an engine with too few blocks, in which texts are put back; ended rows leave no trace in blocks of others."""
+    """In an engine with too few blocks, which preempts; finished rows leave no trace in blocks of others."""
     target, settings = runner_of(), config_from(settings_of(method, 0 if method == "plain" else 2))
     asked = [Request(prompt, 15 + 9 * (seed % 3), seed=seed) for seed, prompt in enumerate(prompts_of(9, longest=40))]
     wanted = [generate(target, [one.prompt], one.max_new_tokens).token_ids[0] for one in asked]
@@ -481,7 +481,7 @@ def test_texts_that_join_and_leave_replay_steps(method: str, request: pytest.Fix
 
 
 def drafted(target: Runner, settings: dict[str, Any]) -> tuple[list[list[int]], dict[tuple[int, int], list[int]]]:
-    """New tokens of three prompts, and the drafts of every text, by how many tokens it had."""
+    """Return new tokens of three prompts, and the drafts of every sequence by its number of tokens."""
     drafts, lengths = {}, [0, 0, 0]
 
     def note(update: Update) -> None:
@@ -496,9 +496,9 @@ def drafted(target: Runner, settings: dict[str, Any]) -> tuple[list[list[int]], 
 def test_automatic_k_has_a_graph_for_every_k(
     method: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """K is made to change from step to step, with rests after which the drafter has many rows to run.
+    """K changes from step to step, with pauses after which the drafter has many rows to run.
 
-    What is drafted does not depend on the K of earlier steps, so the drafts are those of K = 3 cut short.
+    Drafts do not depend on K of earlier steps, so they are those of K = 3, truncated.
     """
     target = runner_of()
     answers, wanted = drafted(target, settings_of(method, 3))
@@ -516,7 +516,7 @@ def test_automatic_k_has_a_graph_for_every_k(
 
 
 def test_automatic_k_learns_from_steady_steps_alone(request: pytest.FixtureRequest) -> None:
-    """Recording takes much longer than the step that it records."""
+    """Capturing takes much longer than the captured step."""
     target, prompts = runner_of(), prompts_of(3)
     request.getfixturevalue("on_tape")
     patch = request.getfixturevalue("monkeypatch")
@@ -524,13 +524,13 @@ def test_automatic_k_learns_from_steady_steps_alone(request: pytest.FixtureReque
     patch.setattr(AutoK, "choose", lambda *_: 2)
     patch.setattr(AutoK, "learn", lambda *_: learned.append(Counted.replays))
     generate(target, prompts, 30, speculative=settings_of("mtp", "auto"))
-    assert learned[0] == 2  # without the one that was not recorded yet, and the one that was
+    assert learned[0] == 2  # without the eager step and the captured one
 
 
 @pytest.mark.parametrize("in_place", [True, False])
 @torch.inference_mode()
 def test_the_tape_sees_a_length_that_is_not_written_in_place(in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: a step leaves its lengths in a new tensor, so that a replay would read those of the recording."""
+    """Planted: a step leaves its lengths in a new tensor, so that a replay would read the recorded ones."""
 
     def grow(self: Sequences, gained_B: Tensor) -> None:
         self.length_B = self.length_B + gained_B
@@ -551,7 +551,7 @@ def test_the_tape_sees_a_length_that_is_not_written_in_place(in_place: bool, mon
 
 
 def test_the_graphs_of_a_batch_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch is asked for, by stand-ins of its classes; the first graph has a pool of its own."""
+    """Checks the calls to torch with stand-ins for its classes; the first graph creates the pool."""
     pools: list[Any] = []
 
     class Graph:
@@ -582,7 +582,7 @@ def test_the_graphs_of_a_batch_share_their_memory(monkeypatch: pytest.MonkeyPatc
 def test_a_device_that_refuses_to_record_decodes_all_the_same(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is asked once, by the first of several batches; half of the step had run when it refused."""
+    """Only the first of several batches tries; half of the step had run when it failed."""
     target, prompts, budgets = runner_of("gqa"), prompts_of(4), [9, 9, 40, 40]
     answers = generate(target, prompts, budgets).token_ids
     request.getfixturevalue("on_tape")

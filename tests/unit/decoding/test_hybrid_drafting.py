@@ -1,4 +1,4 @@
-"""Drafting on hybrid trunks: states that are kept, rolled back and prefilled in pieces, against training's forward."""
+"""Drafting on hybrid trunks: states stored, rolled back and prefilled in parts, against the training forward pass."""
 
 from itertools import cycle, product
 from typing import Any
@@ -43,7 +43,7 @@ every_pattern = pytest.mark.parametrize("pattern", tiered(PATTERNS, PATTERNS[2:3
 all_kinds = pytest.mark.parametrize("pattern", tiered(PATTERNS[:3], PATTERNS[2:3]))
 
 FLOAT32_GATE = 1e-6
-"""Megatron's Gated DeltaNet has its output gate in float32, also where all else is float64."""
+"""Megatron's Gated DeltaNet computes its output gate in float32, even if everything else is float64."""
 
 MTP = {"method": "mtp"}
 EAGLE = {"method": "mtp_eagle", "num_speculative_tokens": 5}
@@ -62,13 +62,13 @@ def random_text(length: int, seed: int) -> list[int]:
     return torch.randint(1, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-# --- against the forward of training ---------------------------------------------------------------------------------
+# --- against the training forward pass --------------------------------------------------------------------------------
 
 
 @every_pattern
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
 def test_plain_decoding_is_the_training_forward(pattern: str, dtype: torch.dtype, allowed: float) -> None:
-    """Logits of all rows, those of prompts in several pieces too; relative to the largest one."""
+    """Logits of all rows, including prompts in several parts; relative to the largest logit."""
     twin, target = drafting_hybrid(pattern, dtype), runner_of(pattern, dtype)
     prompts = [random_text(length, length) for length in (1, 3, 90, 170)]
     sequences, _ = run(target, prompts, 60, None)
@@ -85,7 +85,7 @@ def test_plain_decoding_is_the_training_forward(pattern: str, dtype: torch.dtype
 @all_kinds
 @pytest.mark.parametrize("architecture", tiered(["sequential", "parallel"], ("sequential",)))
 def test_drafts_are_the_training_forwards(pattern: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CONF: after drafts that were accepted and rejected, in a batch of texts that fared differently."""
+    """CONF: after accepted and rejected drafts, in a batch of sequences with different acceptance."""
     twin = drafting_hybrid(pattern, architecture=architecture)
     target, prompts = runner_of(pattern, architecture=architecture), prompts_of(3)
     answers, drafted = plain(target, prompts, 80), list[tuple[list[int], list[int], int, Tensor]]()
@@ -116,7 +116,7 @@ def test_drafts_are_the_training_forwards(pattern: str, architecture: str, monke
 @every_pattern
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.matrix), 4])
 def test_identity(pattern: str, batch: int) -> None:
-    """ID: what is drafted leaves the tokens as they are, whether it is accepted or not."""
+    """ID: drafts do not change the tokens, accepted or not."""
     target, prompts = runner_of(pattern), prompts_of(batch)
     answers = plain(target, prompts, 40)
     automatic = {**MTP, "num_speculative_tokens": "auto"}
@@ -130,7 +130,7 @@ def test_identity(pattern: str, batch: int) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("pattern", ["M-M-/M-/M-", "G-G-/G-/G-", "M*E-/M*/M*", "*-*-/*-/*-"])
 def test_identity_over_2000_tokens(pattern: str) -> None:
-    """Eight texts of 250, along which states go back and take in rows many times."""
+    """Eight sequences of 250 tokens, during which states roll back and absorb rows many times."""
     target, prompts = runner_of(pattern), prompts_of(8)
     answers = plain(target, prompts, 250)
     for settings in (MTP, EAGLE):
@@ -141,7 +141,7 @@ def test_identity_over_2000_tokens(pattern: str) -> None:
 
 @pytest.mark.parametrize("pattern", tiered(["M-M-", "M*EG"], ("M-M-",)))
 def test_a_hybrid_drafts_for_another_model(pattern: str) -> None:
-    """`draft_model`: its states are rolled back as well, in a batch; a twin is always right."""
+    """`draft_model`: its states are rolled back too, in a batch; a twin is always right."""
     target, prompts = Runner(model_of("gqa")), prompts_of(4)
     settings = {"method": "draft_model", "num_speculative_tokens": 4, "model": "-"}
     answers = plain(target, prompts, 60)
@@ -167,7 +167,7 @@ def test_lookahead_and_trees_where_nothing_is_recurrent() -> None:
     ids=["mtp", "mtp_eagle"],
 )
 def test_sampled_texts_have_the_targets_distribution(pattern: str, settings: dict[str, Any]) -> None:
-    """CHI, with the rule of rejection."""
+    """CHI, with rejection sampling."""
     assert p_value_of(settings, pair=(drafting_hybrid(pattern, torch.float32), drafting_hybrid(pattern))) > 0.001
 
 
@@ -175,11 +175,11 @@ def test_sampled_texts_have_the_targets_distribution(pattern: str, settings: dic
 
 
 Placed = tuple[KVCache, BlockTables]
-"""A cache, and where the rows of some sequences are in it."""
+"""A cache, and where sequences have their rows in it."""
 
 
 def assert_same_memory(ours: Placed, theirs: Placed, counts: list[int]) -> None:
-    """Keys, values, states and the convolutions' inputs of the first `counts` rows of every text."""
+    """Compare keys, values, states and convolution inputs of the first `counts` rows of every sequence."""
     for row, count in enumerate(counts):
         mine, right = first_rows(*ours, row, count), first_rows(*theirs, row, count)
         torch.testing.assert_close(mine, right, rtol=FLOAT32_GATE, atol=FLOAT32_GATE)
@@ -193,7 +193,7 @@ def assert_same_memory(ours: Placed, theirs: Placed, counts: list[int]) -> None:
 
 
 def states_at(cache: KVCache, tables: BlockTables, layer: int, counts: list[int]) -> list[Tensor]:
-    """S after so many rows, and what the convolution of the next row reads of the rows before."""
+    """Return S after so many rows, and the earlier rows that the next row's convolution reads."""
     assert cache.recurrence is not None
     memory, entries = cache.recurrence.layers[layer], tables.entry_B
     slot_B = torch.tensor(counts).cuda() - cache.recurrence.start_E[entries]
@@ -203,7 +203,7 @@ def states_at(cache: KVCache, tables: BlockTables, layer: int, counts: list[int]
 
 
 class Given(Plain):
-    """Drafts what it is given."""
+    """Draft the given tokens."""
 
     def __init__(self, runner: Runner, tokens_BN: Tensor) -> None:
         super().__init__(runner, config_from({"method": "plain"}))
@@ -222,7 +222,7 @@ DRAFTED = 4
 @all_kinds
 @torch.inference_mode()
 def test_states_after_every_accepted_prefix_are_those_of_a_fresh_prefill(pattern: str, prompt: tuple[int, int]) -> None:
-    """KV: of four drafts 0 to 4 are right, in one text and in the other; then again one in the step after it."""
+    """KV: 0 to 4 of four drafts are right, in each of two sequences; then one more in the next step."""
     target = runner_of(pattern)
     prompts = [random_text(length, 3 + row) for row, length in enumerate(prompt)]
     answers = plain(target, prompts, 3 + 2 * DRAFTED)
@@ -254,7 +254,7 @@ def test_states_after_every_accepted_prefix_are_those_of_a_fresh_prefill(pattern
 @every_pattern
 @pytest.mark.parametrize("settings", tiered([MTP, EAGLE, NGRAM], [EAGLE]), ids=["mtp", "mtp_eagle", "ngram"])
 def test_caches_along_a_text_are_those_of_a_fresh_prefill(pattern: str, settings: dict[str, Any]) -> None:
-    """KV: the trunk's and the depths', after some hundred rows accepted and rejected at random."""
+    """KV: of trunk and MTP layers, after hundreds of randomly accepted and rejected rows."""
     target, prompts = runner_of(pattern), prompts_of(3)
     used, driven = run(target, prompts, 150, settings, plain(target, prompts, 170))
     assert driven.stats.accepted > 100
@@ -267,7 +267,7 @@ def test_caches_along_a_text_are_those_of_a_fresh_prefill(pattern: str, settings
         depths = 1 if settings is EAGLE else target.depths
         ours, theirs = (one.memory.depths[:depths] for one in (used, fresh))
         for depth, (one, other) in enumerate(zip(ours, theirs, strict=True), start=1):
-            # the drafter has not run the last step's tokens, and depth d is d - 1 rows behind
+            # the drafter has not run the last step's tokens, and depth d lags by d - 1 rows
             assert_same_memory((one, used.tables), (other, fresh.tables), [length - 7 - depth for length in lengths])
 
 
@@ -275,7 +275,7 @@ def test_caches_along_a_text_are_those_of_a_fresh_prefill(pattern: str, settings
 @all_kinds
 @pytest.mark.parametrize("method", tiered(["mtp", "parallel_heads"], ("mtp",)))
 def test_depths_may_be_asked_for_in_turns(pattern: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As automatic K does: depth 1 alone for longer than states can go back, then both, and none for as long."""
+    """As with automatic K: only depth 1 for longer than states can roll back, then both, and none for as long."""
     target = runner_of(pattern, architecture="parallel" if method == "parallel_heads" else "sequential")
     prompts, asked = prompts_of(3), [*[1] * 70, 2, 2, *[0] * 70, 2, 1, 2, 2]
     answers, drafted = plain(target, prompts, 150), cycle(asked)
@@ -291,7 +291,7 @@ def test_depths_may_be_asked_for_in_turns(pattern: str, method: str, monkeypatch
 def test_a_text_gains_16_tokens_a_step_and_its_neighbor_one(
     pattern: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The furthest that a step goes back, at any place of the slots: after 15 drafts that ran one by one."""
+    """The largest possible rollback, at any slot: after 15 drafts that ran one by one."""
     target, drafter, prompts = runner_of(pattern), runner_of(pattern), prompts_of(2)
     answers = plain(target, prompts, 120)
     never = [(token + 1) % VOCABULARY for token in answers[1]]
@@ -352,7 +352,7 @@ def test_what_is_remembered_does_not_grow_with_the_text() -> None:
     assert sizes[0] == sizes[1]
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -371,7 +371,7 @@ def test_branches_are_refused_in_one_sentence(pattern: str, method: str, part: s
 
 
 def test_branches_of_anybody_else_end_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proposer of another package that does not say what it drafts."""
+    """An external proposer that does not declare what it drafts."""
     target = runner_of("M-")
     parents_BN = torch.zeros(1, 2, dtype=torch.long).cuda()
 

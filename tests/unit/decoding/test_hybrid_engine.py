@@ -1,4 +1,6 @@
-"""Continuous batching of hybrids with recurrent layers against `generate` in float32: states belong to a whole text."""
+"""Continuous batching of hybrids with recurrent layers against `generate` in float32: states belong to a whole
+sequence.
+"""
 
 import random
 from typing import Any
@@ -33,13 +35,13 @@ METHODS = {
     "M*EG/GM*/GM*/GM*": EVERYWHERE,
     "*-*-/G-/G-/G-": EVERYWHERE,
 }
-"""Methods of each pattern. The third one's experts keep its trunk from compiled code."""
+"""Methods per pattern. The third one's experts keep its trunk out of compiled code."""
 
 KEPT: dict[str, Runner] = {}
 
 
 def runner_of(pattern: str) -> Runner:
-    """A model in float32; the same for all tests."""
+    """Return a float32 model, shared by all tests."""
     if pattern not in KEPT:
         model = drafting_hybrid(pattern, torch.float32)
         model.max_sequence_length = POSITIONS
@@ -53,7 +55,7 @@ def engine_of(pattern: str, **sizes: Any) -> Engine:
 
 @pytest.fixture(autouse=True)
 def states_take_in_rows_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every few rows of a text of a hundred."""
+    """Every few rows of a sequence of a hundred."""
     monkeypatch.setattr(recurrent_layers, "KEPT", 104)
     monkeypatch.setattr(recurrent_layers, "PIECE", 16)
 
@@ -62,7 +64,7 @@ def states_take_in_rows_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def day_of(patterns: list[str]) -> st.SearchStrategy[tuple[str, Any]]:
-    """A pattern and what comes when."""
+    """Draw a pattern, and arrivals of requests."""
     return st.sampled_from(patterns).flatmap(lambda one: days(METHODS[one]).map(lambda day: (one, day)))
 
 
@@ -80,7 +82,7 @@ def test_tokens_are_those_of_generate_in_many_more_cases(case: Any) -> None:
 
 
 def test_texts_that_come_one_by_one_find_no_state_of_another() -> None:
-    """One place, one entry; prompts of more rows than compiled code takes, and of fewer."""
+    """One slot, one entry; prompts with more rows than compiled code takes, and with fewer."""
     engine = engine_of("M-*-/M-/M-/M-", running=1)
     for prompt in (PIECES[0] + PIECES[1], PIECES[2], [5], PIECES[1]):
         request = request_of(prompt, 9, "mtp_eagle")
@@ -90,7 +92,7 @@ def test_texts_that_come_one_by_one_find_no_state_of_another() -> None:
 
 @pytest.mark.parametrize("pattern", [*METHODS][:3])
 def test_prompts_that_run_in_one_forward_do_not_mix(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """70, 3 and 40 rows, the padding between them left out; then the rest of the longest ones."""
+    """70, 3 and 40 rows, without the padding between them; then the rest of the longest ones."""
     runner, rows = runner_of(pattern), list[int]()
     embed = runner.backend._embed
     monkeypatch.setattr(runner.backend, "_embed", lambda tokens: rows.append(tokens.numel()) or embed(tokens))
@@ -104,7 +106,7 @@ def test_prompts_that_run_in_one_forward_do_not_mix(pattern: str, monkeypatch: p
 
 
 def test_a_beginning_is_not_taken_from_another_text() -> None:
-    """Keys of its blocks would be there, and no state."""
+    """Its blocks would have keys, but no state."""
     engine = engine_of("G-*-/*-/*-/*-")
     for _ in range(2):
         request = request_of(PIECES[0] + PIECES[1], 5, "mtp")
@@ -114,11 +116,11 @@ def test_a_beginning_is_not_taken_from_another_text() -> None:
 
 
 FAR = config_from({"method": "mtp_eagle", "num_speculative_tokens": 15})
-"""Drafts that end 13 rows behind the text, to whose end the next rows go back."""
+"""Drafts that end 13 rows after the sequence, so that the next rows roll back 13."""
 
 
 def test_a_text_that_is_far_behind_sends_no_other_text_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its drafter has rested for 30 tokens when two texts join, whose states have taken in all but some 20 rows."""
+    """Its drafter has paused for 30 tokens when two sequences join, whose states have absorbed all but 20 rows."""
     rests = [True]
     monkeypatch.setattr(DecodeBatch, "choose", lambda self: 0 if rests[0] else self.method.count)
     engine = engine_of("M-*-/M-/M-/M-")
@@ -134,7 +136,7 @@ def test_a_text_that_is_far_behind_sends_no_other_text_back(monkeypatch: pytest.
 
 
 def test_a_server_answers_with_a_hybrid() -> None:
-    """Three texts of one request share two places."""
+    """Three outputs of one request share two slots."""
     engine, prompts = engine_of("M-*-/M-/M-/M-", running=2), [PIECES[0], [1, 2], PIECES[1] + PIECES[2]]
     with running(engine, Codec(None)) as server:
         fields = {"prompt": prompts, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
@@ -149,7 +151,7 @@ def test_a_server_answers_with_a_hybrid() -> None:
 
 
 def soak(requests: int) -> Engine:
-    """Random requests, of which many go away while they wait, run or are put back."""
+    """Run random requests, many of which are aborted while they wait, run or are preempted."""
     chance, engine = random.Random(4), engine_of("M-*-/M-/M-/M-", running=4, blocks=7, chunk=48, waiting=1000)
     live: list[int] = []
     for _ in range(requests):
@@ -183,7 +185,7 @@ def test_no_entry_is_lost_by_many_requests() -> None:
 
 @pytest.mark.parametrize("pattern", METHODS)
 def test_blocks_and_entries_fill_the_memory_that_is_given(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they take is what the tensors of target and drafter have."""
+    """They take as much as the tensors of target and drafter."""
     engine = engine_of(pattern, running=3, blocks=5)
     for method in ("mtp", "draft_model"):
         engine.add(request_of([1, 2, 3], 9, method))

@@ -26,13 +26,13 @@ BEAM = {"method": "draft_model", "model": "-", "verifier": "joint"}
 
 
 def log_probs(model: GPTModel, text: list[int], count: int) -> Tensor:
-    """Of the last `count` tokens, among the first `TOKENS`."""
+    """Return log-probabilities of the last `count` tokens, among the first `TOKENS`."""
     logits_SV = trained_forward(model, text)[0][-count - 1 : -1, :TOKENS]
     return logits_SV.log_softmax(-1).gather(1, torch.tensor(text[-count:]).unsqueeze(1))[:, 0]
 
 
 def likeliest(model: GPTModel, text: list[int], count: int) -> list[int]:
-    """The `count` tokens of the highest joint probability, of all that there are."""
+    """Return the `count` tokens with the highest joint probability, from all possibilities."""
     every = [list(one) for one in product(range(TOKENS), repeat=count)]
     return max(every, key=lambda one: log_probs(model, text + one, count).sum().item())
 
@@ -53,7 +53,7 @@ def test_every_step_emits_the_argmax_of_the_joint_of_three_tokens() -> None:
 
 
 def test_a_wide_beam_of_the_small_model_drafts_the_argmax_of_its_joint() -> None:
-    """9 chains of three tokens are all there are before the last one."""
+    """9 chains of three tokens are all possibilities before the last token."""
     target, small = (Runner(model_of(kind), vocab_size=TOKENS) for kind in (TARGET, SMALL))
     seen: list[Update] = []
     config = {**BEAM, "beam_width": 9, "num_speculative_tokens": 3}
@@ -96,7 +96,7 @@ def test_what_joint_accepts_is_the_longest_prefix_above_tau(tau: float) -> None:
 
 
 def ratios_of(twin: GPTModel, text: list[int], draft: Draft, sampling: Sampling) -> list[float]:
-    """min(1, p/q) of every prefix of a draft."""
+    """Return min(1, p/q) of every prefix of a draft."""
     tokens, probs = draft.tokens_BN[0].tolist(), draft.probs_BNV
     assert probs is not None
     q = [probs[0, place, token].item() for place, token in enumerate(tokens)]
@@ -106,7 +106,7 @@ def ratios_of(twin: GPTModel, text: list[int], draft: Draft, sampling: Sampling)
 
 
 def test_samples_without_replacement() -> None:
-    """Of weights 1/2, 3/10, 1/5: the pair i j has the chance w_i w_j / (1 - w_i)."""
+    """With weights 1/2, 3/10, 1/5: the pair i j has probability w_i w_j / (1 - w_i)."""
     count = 20000
     uniform_BN = torch.rand(count, 2, generator=torch.Generator().manual_seed(1), dtype=torch.double)
     drawn = _without_replacement(torch.tensor([0.5, 0.3, 0.2]).double().log().expand(count, -1), uniform_BN)

@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def logits_of(target: Runner, tokens_BR: Tensor) -> tuple[Tensor, KVCache]:
-    """Of a text that is run in two parts."""
+    """Return logits of a sequence that runs in two parts."""
     tables = runs(*tokens_BR.shape)
     cache = KVCache(target.trunk_layers, tables)
     found = []

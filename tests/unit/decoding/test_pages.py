@@ -1,4 +1,4 @@
-"""Rows in blocks that texts share: through tables they are what a run of slots for each text holds."""
+"""Rows in blocks that sequences share: through tables they equal contiguous slots of each sequence."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ SIZE, SLOTS, TEXTS = 4, 40, 3
 
 
 def scattered(seed: int = 1) -> BlockTables:
-    """Every page of three texts in some block of its own; the page of the scratch slot 43 in block 0."""
+    """Put every page of three sequences in its own block, and the page of scratch slot 43 in block 0."""
     pages = SLOTS // SIZE
     order = torch.randperm(TEXTS * pages, generator=torch.Generator().manual_seed(seed)) + 1
     table_BL = torch.cat([order.view(TEXTS, pages), torch.zeros(TEXTS, 1, dtype=torch.long)], dim=1)
@@ -64,7 +64,7 @@ def test_rows_that_are_written_and_moved_are_those_of_runs_of_slots(heads: int) 
 
 
 def forwards(tables: BlockTables) -> Iterator[tuple[Tensor, Rows]]:
-    """Prompts of different lengths with padding before them, single rows, a draft and a tree."""
+    """Yield prompts of different lengths with padding before them, single rows, a draft and a tree."""
     first_B = torch.tensor([-3, 0, -6])
     generator = torch.Generator().manual_seed(4)
     for count in (9, 1, 4, 1, 3):
@@ -104,7 +104,7 @@ def test_forwards_through_tables_are_bit_for_bit_those_of_runs_of_slots(
 def test_rows_that_run_without_their_padding_are_those_that_run_with_it(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts of 30, 7 and 20 rows, of which the last begins at slot 5."""
+    """Parts of 30, 7 and 20 rows, of which the last starts at slot 5."""
     monkeypatch.setenv("MEGATRON_MTP_COMPILED", "0")
     runner, pages = Runner(model_of(kind, 1, torch.float32)), scattered()
     first_B, begin_B = torch.tensor([0, -23, 10]), torch.tensor([0, 0, 15])
@@ -133,7 +133,7 @@ def test_rows_in_the_place_of_padding_leave_other_blocks_alone() -> None:
     assert cache[1:].count_nonzero() == 0
 
 
-# ---- which blocks are free, and which are known
+# ---- free and cached blocks
 
 
 def test_known_beginnings_by_hand() -> None:
@@ -173,7 +173,7 @@ def test_too_few_blocks_give_none() -> None:
 
 
 def test_what_a_text_has_not_filled_is_not_said_of_anothers_block() -> None:
-    """Two texts fill the same beginning at the same time; only the second's drafter has run."""
+    """Two sequences fill the same prefix at the same time; only the second's drafter has run."""
     pool, tokens = BlockManager(4, 2, 0), [1, 2, 3]
     one, other = BlockTable(), BlockTable()
     for held in (one, other):

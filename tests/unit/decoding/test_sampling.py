@@ -1,4 +1,4 @@
-"""Sampling: what temperature, top-k, top-p and min-p leave, and random numbers that belong to a request."""
+"""Sampling: what temperature, top-k, top-p and min-p keep, and random numbers that belong to a request."""
 
 import pytest
 import torch
@@ -32,13 +32,13 @@ def test_temperature_zero_is_one_hot() -> None:
 def test_top_k_and_top_p() -> None:
     torch.testing.assert_close(Sampling(1.0).probabilities(LOGITS), LOGITS.exp())
     torch.testing.assert_close(Sampling(1.0, top_k=2).probabilities(LOGITS), torch.tensor([0, 0, 3 / 7, 4 / 7]))
-    # 0.4 does not hold 0.5 yet, 0.4 + 0.3 does
+    # 0.4 does not reach 0.5 yet, 0.4 + 0.3 does
     torch.testing.assert_close(Sampling(1.0, top_p=0.5).probabilities(LOGITS), torch.tensor([0, 0, 3 / 7, 4 / 7]))
     torch.testing.assert_close(Sampling(0.5).probabilities(LOGITS), torch.tensor([1, 4, 9, 16]) / 30)
 
 
 def test_top_p_stops_where_the_mass_is_reached() -> None:
-    """Of four equal tokens two hold one half exactly."""
+    """Of four equal tokens, two have exactly one half."""
     assert Sampling(1.0, top_p=0.5).probabilities(torch.zeros(4)).tolist() == [0.5, 0.5, 0.0, 0.0]
 
 
@@ -47,9 +47,9 @@ def test_min_p() -> None:
     torch.testing.assert_close(Sampling(1.0, min_p=0.49).probabilities(LOGITS), torch.tensor([0, 2 / 9, 3 / 9, 4 / 9]))
     torch.testing.assert_close(Sampling(1.0, min_p=0.51).probabilities(LOGITS), torch.tensor([0, 0, 3 / 7, 4 / 7]))
     assert Sampling(1.0, min_p=1.0).probabilities(LOGITS).tolist() == [0, 0, 0, 1]
-    # the temperature comes first: 1, 4, 9, 16 of 30, where a half of the best is 8
+    # temperature is applied first: 1, 4, 9, 16 of 30, where half of the best is 8
     torch.testing.assert_close(Sampling(0.5, min_p=0.5).probabilities(LOGITS), torch.tensor([0, 0, 9 / 25, 16 / 25]))
-    # top-p comes before: 0.4 and 0.3 hold 0.55; if min-p came first, 4 of 7 would hold it alone
+    # top-p is applied before min-p: 0.4 and 0.3 reach 0.55; after min-p, 4 of 7 would reach it alone
     both = Sampling(1.0, top_p=0.55, min_p=0.6).probabilities(LOGITS)
     torch.testing.assert_close(both, torch.tensor([0, 0, 3 / 7, 4 / 7]))
 
@@ -94,7 +94,7 @@ def test_numbers_depend_on_seed_position_and_stream_alone() -> None:
 
 
 def test_numbers_are_uniform_and_independent() -> None:
-    """Neighbouring seeds, positions and indices: the mean, the variance, and correlations within 5 standard errors."""
+    """Adjacent seeds, positions and indices: the mean, the variance, and correlations within 5 standard errors."""
     noise = Noise(torch.arange(10_000), torch.arange(10_000) % 7)
     numbers = torch.cat([noise.uniform(DRAFT, 4), noise.uniform(VERIFY, 4)], 1)
     assert abs(numbers.mean().item() - 0.5) < 5 * (1 / 12) ** 0.5 / 80_000**0.5
@@ -107,7 +107,7 @@ def test_numbers_are_uniform_and_independent() -> None:
 @pytest.mark.parametrize(("sampling", "launches"), [(Sampling(1.0), 18), (Sampling(0.7, 20, 0.9, 0.1), 29)])
 @torch.inference_mode()
 def test_a_token_is_drawn_in_few_launches(sampling: Sampling, launches: int) -> None:
-    """From logits in bfloat16, with the random numbers of the round."""
+    """From bfloat16 logits, with the random numbers of the round."""
     logits_BV, noise = torch.randn(2, 50).bfloat16(), Noise(torch.tensor([1, 2]), torch.tensor([5, 6]))
     with Launches() as counted:
         draw(sampling.probabilities(logits_BV), noise.uniform(RECOVER, 1)[:, 0])
@@ -116,7 +116,7 @@ def test_a_token_is_drawn_in_few_launches(sampling: Sampling, launches: int) -> 
 
 @pytest.mark.parametrize("emitted", [256, 1029, 2099])
 def test_least_tokens_are_counted_whatever_the_type_of_the_logits(emitted: int) -> None:
-    """bfloat16 holds none of 257, 1030 and 2100."""
+    """bfloat16 cannot represent 257, 1030 and 2100."""
     logits_RV, text = torch.zeros(1, 8, dtype=torch.bfloat16), [place % 7 for place in range(emitted)]
     early, enough = Penalties(least=emitted + 1, ends=frozenset([7])), Penalties(least=emitted, ends=frozenset([7]))
     assert penalized(early, text, 0, logits_RV)[0, 7] == -torch.inf

@@ -1,4 +1,4 @@
-"""The settings of drafting: what is taken, and what bad input is told."""
+"""Drafting settings: what is accepted, and the error messages for bad input."""
 
 from dataclasses import replace
 from typing import Any
@@ -128,7 +128,7 @@ def test_bad_input_is_told_what_exists(text: str, said: str) -> None:
 
 @pytest.mark.parametrize("method", ["eagle3", "dflash", "mtp"])
 def test_a_folder_with_a_drafter_is_attached_by_another_command(method: str) -> None:
-    """VLLM's own line names the folder as the model of the method."""
+    """In vLLM's own command line, the folder is the method's model."""
     with pytest.raises(ValueError, match=f"'{method}' drafts with what the checkpoint .*attach-drafter"):
         config_from({"method": method, "model": "folder", "num_speculative_tokens": 3})
 
@@ -152,7 +152,7 @@ def test_rules_that_change_the_distribution_are_known() -> None:
 
 
 def test_a_config_of_our_names_asks_no_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking for entry points takes as long as many steps of a small model, and a config is made for every text."""
+    """Looking up entry points takes as long as many steps of a small model, and every request creates a config."""
     monkeypatch.setattr(registry, "_points", lambda group: pytest.fail("looked for entry points"))
     config = config_from({"method": "ngram", "verifier": "joint", "threshold": 0.2})
     assert is_lossless(replace(config, verifier="greedy", verifier_settings=NO_SETTINGS))

@@ -1,4 +1,4 @@
-"""Verifiers: lossless ones by chi-square over the joint of K + 1 tokens, and known-wrong rules that it must catch.
+"""Verifiers: lossless ones by chi-square over the joint of K + 1 tokens, and wrong rules that it must catch.
 
 The first tier has the same distributions without statistics, in test_exact_step.py.
 """
@@ -83,7 +83,7 @@ MIN_P = Sampling(temperature=1.0, min_p=0.25)
     ("verifier", "children"), [("rejection", CHAIN), ("block", CHAIN), ("spectr", CHAIN), ("specinfer", TREE)]
 )
 def test_min_p_keeps_the_joint_distribution(verifier: str, children: tuple[int, ...]) -> None:
-    """Target and drafter are both processed; of the 27 outcomes, those that min-p cuts off never come out."""
+    """Target and drafter are both processed; of the 27 outcomes, those that min-p removes never occur."""
     assert 1 < (processed(TARGET, MIN_P)[2] == 0).sum() < 18
     draft = sampled_tree(children, SAMPLES, drafter=processed(DRAFTER, MIN_P))
     assert p_value(emitted(VERIFIERS[verifier], draft, MIN_P), MIN_P) > LEVEL
@@ -91,33 +91,33 @@ def test_min_p_keeps_the_joint_distribution(verifier: str, children: tuple[int, 
 
 @pytest.mark.matrix
 def test_the_chi_square_sees_min_p_on_one_side_alone() -> None:
-    """A drafter that reports its distribution after min-p, and samples before it."""
+    """A drafter that reports its distribution after min-p, but samples before it."""
     plain = sampled_tree(CHAIN, SAMPLES)
     reported = sampled_tree(CHAIN, SAMPLES, drafter=processed(DRAFTER, MIN_P)).probs_BNV
     assert p_value(emitted(rejection, replace(plain, probs_BNV=reported), MIN_P), MIN_P) < LEVEL
-    assert p_value(emitted(rejection, plain), MIN_P) == 0  # without min-p: outcomes that it cuts off
+    assert p_value(emitted(rejection, plain), MIN_P) == 0  # without min-p: outcomes that it removes
 
 
-# Known-wrong rules, each a mistake that has been made.
+# Wrong rules, each a mistake that has been made.
 
 
 def recover_from_p_minus_one(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
-    """'P_draft = 1': the recovered distribution max(p - 1, 0) is zero everywhere, and p is drawn from instead."""
+    """'P_draft = 1': the recovered distribution max(p - 1, 0) is zero everywhere, so p is sampled instead."""
     return _rejection_with(lambda p, q, token: p, logits_BRV, draft, round)
 
 
 def recover_from_target(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
-    """After a rejection p is drawn from, not (p - q)+."""
+    """After a rejection, sample p instead of (p - q)+."""
     return _rejection_with(lambda p, q, token: p, logits_BRV, draft, round)
 
 
 def remove_the_token(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
-    """The deterministic rule's recovery, for a sampled draft."""
+    """Apply the deterministic rule's recovery to a sampled draft."""
     return _rejection_with(lambda p, q, token: p * (1 - one_hot(token, V)), logits_BRV, draft, round)
 
 
 def one_number_for_all(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
-    """All positions compare with the same random number, which the recovered token shares."""
+    """Compare all positions with the same random number, also used for the recovered token."""
 
     class Same(Noise):
         def uniform(self, stream: int, count: int) -> Tensor:
@@ -127,14 +127,14 @@ def one_number_for_all(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdic
 
 
 def wrong_q(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
-    """q before temperature, where the draft was sampled after it."""
+    """Use q before temperature, although the draft was sampled after it."""
     assert draft.probs_BNV is not None
     flatter = draft.probs_BNV.sqrt()
     return rejection(logits_BRV, replace(draft, probs_BNV=flatter / flatter.sum(-1, keepdim=True)), round)
 
 
 def block_that_forgets_pi(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
-    """Block verification's path, with token-wise recovery from (p - q)+."""
+    """Combine block verification's path with token-wise recovery from (p - q)+."""
     verdict = block(logits_BRV, draft, round)
     assert draft.probs_BNV is not None
     q_BRV = torch.cat([draft.probs_BNV, torch.zeros_like(draft.probs_BNV[:, :1])], 1)
@@ -162,7 +162,7 @@ def _rejection_with(recover: object, logits_BRV: Tensor, draft: Draft, round: Ro
 
 
 def top_k_scored_with_q(children: tuple[int, ...], batch: int) -> Draft:
-    """A deterministic tree that claims to have been sampled from q."""
+    """Return a deterministic tree that claims to have been sampled from q."""
     best = best_tree(children, batch)
     prefixes = [torch.zeros(1, 0, dtype=torch.long)]
     probs = []
@@ -193,7 +193,7 @@ def top_k_scored_with_q(children: tuple[int, ...], batch: int) -> Draft:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_the_chi_square_sees_wrong_rules(rule: object, make: object, children: tuple[int, ...]) -> None:
-    samples = 500_000 if rule is block_that_forgets_pi else SAMPLES  # whose distribution is the nearest
+    samples = 500_000 if rule is block_that_forgets_pi else SAMPLES  # the rule closest to correct
     assert fit(rule, make, children, samples) < LEVEL  # type: ignore[arg-type]
 
 
@@ -226,7 +226,7 @@ def _round(**settings: object) -> Round:
     text = torch.tensor([settings.pop("text", [0])], dtype=torch.long)
     noise = Noise(torch.tensor([1]), torch.tensor([text.size(1)]))
     temperature = float(str(settings.pop("temperature", 0.0)))
-    beyond = torch.tensor([[3, 4, 3]])  # what a drafter has left there is no part of the text
+    beyond = torch.tensor([[3, 4, 3]])  # drafter leftovers there are not part of the text
     tokens_BT = torch.cat([text, beyond], dim=1)
     return Round(Sampling(temperature), noise, config_from({"method": "mtp", **settings}), tokens_BT=tokens_BT)
 
@@ -253,7 +253,7 @@ def test_an_empty_draft_is_plain_decoding(verifier: str) -> None:
 
 @pytest.mark.parametrize(("tau", "accepted"), [(1.0, 0), (0.0, 2), (0.35, 2), (0.45, 1)])
 def test_joint_ignores_earlier_failures(tau: float, accepted: int) -> None:
-    """p/q of the prefixes is 0.5 and 0.4; tau = 1 is plain decoding, tau = 0 takes everything."""
+    """p/q of the prefixes is 0.5 and 0.4; tau = 1 is plain decoding, tau = 0 accepts everything."""
     probs = torch.tensor([[[0.25, 0.75], [0.8, 0.2], [0.5, 0.5]]], dtype=torch.double)
     draft = Draft(torch.tensor([[0, 0]]), torch.tensor([[[0.5, 0.5], [1.0, 0.0]]], dtype=torch.double))
     verdict = joint(probs.log(), draft, _round(verifier="joint", threshold=tau, temperature=1.0))
@@ -261,7 +261,7 @@ def test_joint_ignores_earlier_failures(tau: float, accepted: int) -> None:
 
 
 def test_joint_keeps_a_prefix_whose_first_token_fails() -> None:
-    """p/q is 0.5 after one token and 0.75 after two: at tau = 0.6 both are kept, where token-wise none was sure."""
+    """p/q is 0.5 after one token and 0.75 after two: tau = 0.6 keeps both, although the first alone would fail."""
     probs = torch.tensor([[[0.25, 0.75], [0.75, 0.25], [0.5, 0.5]]], dtype=torch.double)
     draft = Draft(torch.tensor([[0, 0]]), torch.tensor([[[0.5, 0.5], [0.5, 0.5]]], dtype=torch.double))
     verdict = joint(probs.log(), draft, _round(verifier="joint", threshold=0.6, temperature=1.0))
@@ -273,7 +273,7 @@ PAIRS = torch.tensor([[[0.6, 0.4], [0.5, 0.5], [0.1, 0.9], [1.0, 0.0]]], dtype=t
 
 
 def test_mtjd_emits_the_likeliest_pair() -> None:
-    """b b has 0.4 * 0.9 = 0.36, the best pair that begins with the likelier a 0.30."""
+    """b b has 0.4 * 0.9 = 0.36; the best pair starting with the more likely a has 0.30."""
     valid_BN = torch.tensor([[True, True, False]])
     draft = Draft(torch.tensor([[0, 1, 0]]), None, torch.tensor([[0, 0, 0]]), valid_BN)
     verdict = mtjd(PAIRS.log(), draft, _round(verifier="mtjd"))
@@ -315,7 +315,7 @@ def test_relaxed_acceptance_nests_and_is_strict_outside_the_phase() -> None:
 
 
 def test_the_phase_flips_inside_a_draft() -> None:
-    assert _relaxed([4, 1, 1], THINKING, top_n=5, delta=0.5) == 1  # its end is accepted; from there on it is strict
+    assert _relaxed([4, 1, 1], THINKING, top_n=5, delta=0.5) == 1  # accepts the end of thinking, then is strict
     greedy_start = torch.tensor([[0.0, 0, 0, 9, 0], [0.4, 0.39, 0, 0, 0], [0.5, 0, 0, 0, 0]]).unsqueeze(0)
     round = _round(**THINK, text=[])
     assert relaxed(greedy_start, Draft(torch.tensor([[3, 1]])), round).accepted_B.tolist() == [2]

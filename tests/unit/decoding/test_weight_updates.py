@@ -1,4 +1,4 @@
-"""Weight updates of a running engine: no request is lost, and none has tokens, keys or values of two versions."""
+"""Weight updates of a running engine: no request is lost, and none mixes tokens, keys or values of two versions."""
 
 import json
 import threading
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 KINDS = tiered(["mimo", "glm4_moe", "deepseek_v3", "qwen3_next"], ["mimo"])
 """Dense, experts, latent attention with experts, and recurrent layers with experts."""
 DTYPES = {"qwen3_next": torch.float64}
-"""Other than float32: states that are carried on row by row round otherwise than whole sequences."""
+"""Exceptions to float32: states carried row by row round differently from whole sequences."""
 DRAFTING = config_from({"method": "mtp", "num_speculative_tokens": 1})
 
 
@@ -59,7 +59,7 @@ class Versions:
         return load_runner(self.checkpoints[version], VOCABULARY, self.dtype)
 
     def alone(self, version: int) -> list[tuple[list[int], list[float]]]:
-        """What one version makes of `requests`, made once."""
+        """Return one version's results for `requests`, computed once."""
         if version not in self._alone:
             self._alone[version] = made_by(self.runner(version), requests())
         return self._alone[version]
@@ -74,7 +74,7 @@ def versions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def requests() -> list[Request]:
-    """Sixteen that run and four that wait, greedy and sampled, some with a beginning in common."""
+    """Return sixteen running and four waiting requests, greedy and sampled, some with a common prefix."""
     torch.manual_seed(0)
     shared = torch.randint(3, VOCABULARY, (33,)).tolist()
     return [
@@ -95,7 +95,7 @@ def engine_of(runner: Runner) -> Engine:
 
 
 def grown(updates: list[Update]) -> dict[int, tuple[int, list[int], list[float], bool]]:
-    """By request: version, tokens and log-probabilities of that version, and whether it has ended once."""
+    """Return by request: version, its tokens and log-probabilities, and whether it has ended once."""
     found: dict[int, tuple[int, list[int], list[float], bool]] = {}
     for update in updates:
         version, tokens, logprobs, ended = found.get(update.request, (0, [], [], False))
@@ -108,7 +108,7 @@ def grown(updates: list[Update]) -> dict[int, tuple[int, list[int], list[float],
 
 
 def made_by(runner: Runner, given: list[Request]) -> list[tuple[list[int], list[float]]]:
-    """What `generate` makes of the requests with one version: tokens and log-probabilities of each."""
+    """Return `generate`'s tokens and log-probabilities for the requests with one version."""
     made: dict[int, tuple[list[int], list[float]]] = {}
     for sampling in {request.sampling for request in given}:
         own = {number: request for number, request in enumerate(given) if request.sampling == sampling}
@@ -163,7 +163,7 @@ def test_log_probabilities_of_drafted_tokens_are_those_of_a_plain_forward(versio
 
 
 def test_a_models_own_export_updates_another(versions: Versions) -> None:
-    """The two calls fit each other, also with the draft module's tensors alone."""
+    """The two calls fit together, also with only the draft module's tensors."""
     trained, runner = load_model(versions.checkpoints[1]), versions.runner(0)
     engine = engine_of(runner)
     stream = export_hf_weights(trained, like=versions.folders[0], only_mtp=True)
@@ -196,7 +196,7 @@ def test_what_is_no_update_is_refused(versions: Versions) -> None:
 
 @pytest.mark.parametrize("kind", tiered(["eagle3-whole", "eagle", "dflash", "dflash2"], ["eagle3-whole", "dflash2"]))
 def test_a_drafter_follows_its_folder(kind: str, tmp_path: Path) -> None:
-    """The engine then drafts like one that was loaded with the new drafter; the trunk stays."""
+    """The engine then drafts like one loaded with the new drafter; the trunk stays."""
     _, trunk = make_trunk(tmp_path)
     folder, old = make_drafter(tmp_path, kind, trunk)
     drawn = torch.Generator().manual_seed(1)
@@ -233,7 +233,7 @@ PROMPTS = [[3 + number, 5, 7] for number in range(6)]
 
 
 def streamed(server: Running) -> Iterator[list[dict[str, Any]]]:
-    """The choices of each event of six streams, two of which run at a time."""
+    """Yield the choices of each event of six streams, two of which run at a time."""
     body = {"prompt": PROMPTS, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     with httpx2.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
         for line in answer.iter_lines():

@@ -1,4 +1,4 @@
-"""model/block_drafter.py: blocks, losses and gradients against the definition in plain float64; what is refused."""
+"""model/block_drafter.py: blocks, losses and gradients against the definition in plain float64; error messages."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,7 +57,7 @@ def test_loss_and_gradients_are_those_of_the_definition(
 
 @pytest.mark.parametrize("drafted", tiered([None, DRAFTED], (DRAFTED,)), ids=["all", "drafted"])
 def test_dpace_weighs_the_drafts_of_each_block_by_how_many_it_has_accepted(drafted: list[int] | None) -> None:
-    """Blocks at a document's end count, and those with a label outside of the draft vocabulary up to it."""
+    """Blocks at a document's end count, and blocks with a label outside the draft vocabulary count up to it."""
     ours, expected, found, wanted = losses(drafter_model("dflash", drafted), "dflash", blocks=5, is_paced=True)
     torch.testing.assert_close(ours, expected, rtol=5e-7, atol=0)
     for name, gradient in wanted.items():
@@ -81,7 +81,7 @@ def test_features_of_other_positions_or_layers_are_seen(wrong: Callable[[list[Te
 
 
 def test_a_block_that_sees_another_block_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: all rows of a call are one block."""
+    """Planted: all rows of a call form one block."""
     apart = torch.arange
 
     def together(*args: Any, **named: Any) -> Tensor:
@@ -115,7 +115,7 @@ def test_a_block_that_sees_its_future_is_seen(monkeypatch: pytest.MonkeyPatch) -
 
 
 def loss_of_last(model: GPTModel, kind: str, documents: list[Tensor]) -> Tensor:
-    """The drafter's loss of the last of the documents that a row packs."""
+    """Return the drafter's loss of the last document in a packed row."""
     lengths = torch.tensor([0, *(len(each) - 1 for each in documents)])
     offsets = lengths.cumsum(0, dtype=torch.int32)
     packed = PackedSeqParams("thd", offsets, offsets, None, None, int(lengths.max()), int(lengths.max()))
@@ -135,7 +135,7 @@ def loss_of_last(model: GPTModel, kind: str, documents: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("kind", tiered(KINDS, ("dspark",)))
 def test_a_block_sees_the_positions_of_its_packed_document_alone(kind: str) -> None:
-    """The second of two documents has the loss that it has by itself, whatever the first one is."""
+    """The second of two documents has the same loss as alone, whatever the first one is."""
     model, generator = drafter_model(kind), torch.Generator().manual_seed(4)
     first, other, last = (torch.randint(1, VOCABULARY, (count,), generator=generator) for count in (6, 6, 9))
     expected = loss_of_last(model, kind, [last])
@@ -202,7 +202,7 @@ def test_flags_of_other_drafters_are_refused(given: dict[str, Any], said: str) -
 
 @pytest.mark.parametrize(("progress", "share"), [(0.0, 1.0), (0.3, 0.7), (1.0, 0.0), (1.2, 0.0)])
 def test_the_share_of_dominos_rows_falls_over_the_run(progress: float, share: float) -> None:
-    """From 1 to 0 over the run; an evaluation measures the drafts as they are, with the bias."""
+    """From 1 to 0 over the run; an evaluation measures the actual drafts, with the bias."""
     settings = MTPConfig(**KINDS["domino"])
     assert base_share(settings, progress) == pytest.approx(share)
     with torch.no_grad():

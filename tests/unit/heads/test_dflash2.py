@@ -1,4 +1,4 @@
-"""heads/dflash2/ and losses/selector.py: DFlash at the start, convolutions within blocks, choices among 16 tokens.
+"""heads/dflash2/ and losses/selector.py: equal to DFlash initially, convolutions within blocks, choice among 16 tokens.
 
 Losses and gradients of whole blocks against the definition are in test_block_drafter.py.
 """
@@ -37,7 +37,7 @@ def made(kind: str) -> GPTModel:
 
 
 def new_beside(flash: GPTModel, monkeypatch: pytest.MonkeyPatch) -> GPTModel:
-    """A DFlash2 drafter as a run begins it, and otherwise the weights of a DFlash drafter."""
+    """Return a newly initialized DFlash2 drafter with the weights of a DFlash drafter."""
     with monkeypatch.context() as patch:
         patch.setattr("megatron_single.randomize", lambda _: None)
         new = made("dflash2")
@@ -59,7 +59,7 @@ def new_beside(flash: GPTModel, monkeypatch: pytest.MonkeyPatch) -> GPTModel:
 
 
 def test_a_new_drafter_is_the_dflash_drafter_of_its_weights_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In training and in drafting, where both run Megatron's modules."""
+    """In training, and in drafting with Megatron's modules."""
     monkeypatch.setattr("megatron_mtp.decoding.backend.lean", lambda *_: None)
     flash = made("dflash")
     new, recorded = new_beside(flash, monkeypatch), []
@@ -79,7 +79,7 @@ def test_a_new_drafter_is_the_dflash_drafter_of_its_weights_bit_by_bit(monkeypat
 
 
 def assert_same_choice(logits_NV: Tensor, chosen_NV: Tensor) -> None:
-    """The same bits for 16 tokens, and the likeliest one among them."""
+    """Check for the same bits for 16 tokens, including the most likely one."""
     is_candidate_NV = chosen_NV > -torch.inf
     assert (is_candidate_NV.sum(1) == 16).all()
     assert torch.equal(chosen_NV[is_candidate_NV], logits_NV[is_candidate_NV])
@@ -137,7 +137,7 @@ def head_of(weight_VH: Tensor, bias_VR: Tensor, **others: Any) -> Head:
 
 
 def plain_loss(states_DNX: Tensor, weight_VH: Tensor, bias_VR: Tensor, labels_DN: Tensor) -> tuple[Tensor, int]:
-    """Cross-entropies [D, N] of the choice, row by row, and at how many rows the label is not a candidate."""
+    """Return cross-entropies [D, N] of the choice, row by row, and how many rows have no candidate as label."""
     lost, found = 0, []
     for state_X, label in zip(states_DNX.flatten(0, 1), labels_DN.flatten().tolist(), strict=True):
         unary_V = weight_VH @ state_X[:HIDDEN]
@@ -150,7 +150,7 @@ def plain_loss(states_DNX: Tensor, weight_VH: Tensor, bias_VR: Tensor, labels_DN
 
 
 def test_the_loss_of_the_choice_is_that_of_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values and gradients, in float32; rows that do not count have no gradient, and the head none at all."""
+    """Values and gradients, in float32; rows that do not count have no gradient, and the head has none at all."""
     monkeypatch.setattr("megatron_mtp.losses.selector.ROWS_AT_ONCE", 7)
     generator = torch.Generator().manual_seed(4)
     states_DNX = torch.randn(2, ROWS, HIDDEN + RANK, generator=generator).cuda().requires_grad_()
@@ -197,7 +197,7 @@ def test_rows_that_pad_the_vocabulary_are_no_candidates() -> None:
 
 
 def p_of(tokens: list[int], q_V: Tensor) -> float:
-    """Of the chi-square test over the tokens that q allows."""
+    """Return p of the chi-square test over the tokens that q allows."""
     counts_V = torch.bincount(torch.tensor(tokens), minlength=len(q_V)).double()
     assert counts_V[q_V == 0].sum() == 0
     expected = q_V[q_V > 0] * len(tokens)
@@ -207,7 +207,7 @@ def p_of(tokens: list[int], q_V: Tensor) -> float:
 
 @torch.inference_mode()
 def test_a_sampled_walk_has_the_distribution_of_its_scores() -> None:
-    """softmax(S / T) over the 16 candidates, from the forward of training; the second draft given the first."""
+    """softmax(S / T) over the 16 candidates, from the training forward pass; the second draft given the first."""
     target, twin, temperature, rows = runner_of("dflash2"), model_of("dflash2"), 0.5, 500
     (text,) = run(target, [[4, 8, 15, 16, 23]], 1, None)[0].token_ids
     sampling, firsts, pairs, q = Sampling(temperature), list[int](), list[tuple[int, int]](), None
@@ -238,7 +238,7 @@ def test_a_sampled_walk_has_the_distribution_of_its_scores() -> None:
     assert p_of(firsts, hotter_V) < 0.001
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_draft_vocabulary_is_refused() -> None:

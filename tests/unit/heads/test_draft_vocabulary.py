@@ -1,4 +1,4 @@
-"""A model whose depths draft some tokens alone: its checkpoint, its own loss, and what the engine makes of it."""
+"""A model whose MTP layers draft only some tokens: its checkpoint, its loss, and its behavior in the engine."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ DRAFTED = [2, 3, 5, 17, 40, 41, 77, 95]
 
 
 def test_rows_of_two_slices_by_hand() -> None:
-    """The example of model/draft_vocabulary.py: vocabulary 0 .. 7, drafted 1 2 6."""
+    """The example of model/draft_vocabulary.py: vocabulary 0 .. 7, draft vocabulary 1 2 6."""
     first, second = (DraftVocabulary(torch.tensor([1, 2, 6]), 4, 2, rank) for rank in (0, 1))
     assert (first.rows_K.tolist(), first.first) == ([1, 2], 0)
     assert (second.rows_K.tolist(), second.first) == ([2], 2)
@@ -35,7 +35,7 @@ def test_rows_of_two_slices_by_hand() -> None:
 
 @pytest.mark.parametrize("tokens", [[6, 1, 2], [1, 1, 2]])
 def test_ids_that_do_not_ascend_are_refused(tokens: list[int]) -> None:
-    """Draft indices count rows of the head in order: an index of another order would be another token."""
+    """Draft indices count rows of the head in order: in another order an index would be another token."""
     with pytest.raises(ValueError, match="do not ascend"):
         DraftVocabulary(torch.tensor(tokens), 8)
 
@@ -118,7 +118,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", tiered(SAMPLED, ("mtp-rejection",)))
 def test_sampled_texts_keep_the_targets_distribution(name: str) -> None:
-    """CHI: two of the three tokens are drafted, and all three are emitted as often as the target says."""
+    """CHI: two of the three tokens are drafted, and all three occur with the target's frequencies."""
     assert p_value_of(SAMPLED[name], drafted=[0, 2]) > 0.001
 
 
@@ -142,7 +142,7 @@ def test_a_file_of_ids_in_any_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("listed", [[7, 2, 5], torch.tensor([7, 2, 5]), torch.tensor([7, 2, 5], dtype=torch.int32)])
 def test_a_token_map_that_begins_with_the_most_frequent(listed: object, tmp_path: Path) -> None:
-    """FR-Spec publishes lists of Python, saved by torch."""
+    """FR-Spec publishes Python lists, saved by torch."""
     torch.save(listed, tmp_path / "freq.pt")
     assert tokens_of_file(tmp_path / "freq.pt", 8) == [2, 5, 7]
 

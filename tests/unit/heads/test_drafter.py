@@ -1,4 +1,4 @@
-"""model/drafter.py: a drafter beside MTP layers learns what it learns alone, and so do they, on one trunk."""
+"""model/drafter.py: on one trunk, a drafter next to MTP layers learns what it learns alone, and so do they."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -61,7 +61,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 
 def settings_beside(kind: str) -> dict[str, Any]:
-    """Of a drafter beside MTP layers, without what it learns."""
+    """Return the settings of a drafter next to MTP layers, without those of its loss."""
     own = {name: value for name, value in OF_DRAFTER[kind].items() if name.startswith("drafter")}
     return {"drafter": kind, "drafter_steps": STEPS, **own}
 
@@ -71,7 +71,7 @@ def settings_of(kind: str) -> MTPConfig:
 
 
 def models(kind: str, drafted: list[int] | None, freezes: bool) -> tuple[GPTModel, GPTModel, GPTModel]:
-    """MTP layers with the drafter beside them, and each alone, all with the same weights in float64."""
+    """Return MTP layers with the drafter, and each alone, all with the same weights in float64."""
     drafter = settings_beside(kind)
     both = our_model(DEPTHS, drafted=drafted, num_layers=LAYERS, freezes=freezes, beside=drafter).double()
     mtp = our_model(DEPTHS, drafted=drafted, num_layers=LAYERS, freezes=freezes).double()
@@ -98,7 +98,7 @@ def both_heads(mtp: NextTokensObjective, drafter: NextTokensObjective) -> NextTo
 def run(
     model: GPTModel, made: NextTokensObjective, depths: int, kind: str | None = None
 ) -> tuple[ObjectiveOutput, dict[str, Tensor]]:
-    """A step, and its gradients by name; with a `kind` that drafter has the depths, or those beside them."""
+    """Run a step and return its gradients by name; with `kind`, that drafter has the depths, or those next to them."""
     has_both = len(made.heads) == 2
     batch = make_batch(max(depths, STEPS) if has_both else depths)
     whole = batch["depths"]

@@ -1,4 +1,4 @@
-"""Drafters behind trunks of all kinds, with their own heads and angles: trained as they draft, no token changed."""
+"""Drafters on trunks of all kinds, with their own heads and rotary angles: they draft as trained, losslessly."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ OWN: dict[str, Any] = {
         {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16, "beta_fast": 4}
     ),
 }
-"""None of these is a trunk's here, and 24 channels of all heads are not its hidden size."""
+"""Sizes that no trunk here has; 24 channels in all heads are not its hidden size."""
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle3": {"drafter": "eagle3", "drafter_layers": (1, 2, 3)},
@@ -104,7 +104,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
         "drafter_causal": 2,
     },
 }
-"""Behind a trunk without windows; drafts are three, and blocks of four rows."""
+"""Windows on a trunk without windows; drafts are three, and blocks of four rows."""
 
 WINDOWED_CASES = [
     (name, kind)
@@ -125,7 +125,7 @@ LATENTS = {
         }
     ),
 }
-"""Latent attention, behind a trunk with grouped queries."""
+"""Latent attention, on a trunk with grouped queries."""
 WINDOWS |= {
     "norm before the residual": {"drafter_norm_before_residual": 1},
     "latents": LATENTS,
@@ -156,7 +156,7 @@ def drafting_model(trunk: str, kind: str, dtype: torch.dtype = torch.float64) ->
 
 
 def check_drafts(make: Callable[[], LanguageModule], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ID and CONF along a text, after drafts that were accepted and rejected."""
+    """ID and CONF along a sequence, after accepted and rejected drafts."""
     target, twin = Runner(make()), make()
     prompts, settings = prompts_of(3), {"method": kind, "num_speculative_tokens": STEPS}
     answers = run(target, prompts, 60, None)[0].token_ids
@@ -199,7 +199,7 @@ def test_a_drafter_with_its_trunks_latent_attention_drafts_as_it_was_trained(mon
 @pytest.mark.matrix
 @pytest.mark.parametrize(("trunk", "kind"), CASES)
 def test_sampled_texts_have_the_targets_distribution(trunk: str, kind: str) -> None:
-    """CHI, with the rule of rejection."""
+    """CHI, with rejection sampling."""
     pair = drafting_model(trunk, kind, torch.float32), drafting_model(trunk, kind)
     assert p_value_of({"method": kind}, pair=pair) > 0.001
 

@@ -1,4 +1,4 @@
-"""heads/eagle/: steps, losses and gradients against the paper's definition in plain float64; what is refused."""
+"""heads/eagle/: steps, losses and gradients against the paper's definition in plain float64; error messages."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 
 class EagleReference(Reference):
-    """The layer reads fc([embedding; feature]) without a norm, and the head reads what it makes."""
+    """The layer reads fc([embedding; feature]) without a norm, and the head reads its output."""
 
     def features(self, states: Tensor) -> Tensor:
         return states
@@ -40,7 +40,7 @@ def eagle_model(drafted: list[int] | None = None, **changes: Any) -> GPTModel:
 
 
 def last_state(states: list[Tensor]) -> Tensor:
-    """After the final norm."""
+    """Return the state after the final norm."""
     return states[-1]
 
 

@@ -1,4 +1,4 @@
-"""heads/eagle3/: steps, losses and gradients against the paper's definition in plain float64; what is refused."""
+"""heads/eagle3/: steps, losses and gradients against the paper's definition in plain float64; error messages."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 
 def drafter_model(drafted: list[int] | None = None, **changes: Any) -> GPTModel:
-    """With the drafter in training; the trunk is frozen."""
+    """Return a model with the drafter in training mode and a frozen trunk."""
     layers = {"num_layers": LAYERS, "drafter_layers": READ}
     return our_model(STEPS, drafted=drafted, **{**layers, **changes}).double()
 
@@ -50,7 +50,7 @@ LATENTS = RANK, KEY_RANK, CONTENT, TURNED, VALUE = 10, 12, 6, 4, 5
 
 
 class LatentReference(Reference):
-    """Latent attention, whose latents are made of both halves of the input."""
+    """Latent attention whose latents depend on both halves of the input."""
 
     def heads(self, given: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
         own = self.layer.self_attention
@@ -64,7 +64,7 @@ class LatentReference(Reference):
 
 
 def turned_in_pairs(heads_NC: Tensor, position: int) -> Tensor:
-    """The same of channels that are turned with their neighbors, in the order of halves."""
+    """Rotate channels paired with their neighbors, in the order of halves."""
     return turned(torch.cat((heads_NC[:, ::2], heads_NC[:, 1::2]), dim=-1), position)
 
 
@@ -94,7 +94,7 @@ def test_loss_and_gradients_of_latent_attention_are_those_of_the_definition(reco
     ("recompute", "most"), [({}, 26), pytest.param(RECOMPUTE, 10, marks=pytest.mark.matrix)], ids=["kept", "recomputed"]
 )
 def test_what_a_further_step_holds(recompute: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In units of a state of all positions: recomputed, a step keeps its input, embedding, keys, values and state."""
+    """In units of a state of all positions: recomputed, a step stores its input, embedding, keys, values and state."""
     monkeypatch.setattr(megatron_single, "LENGTH", 256)
     peaks = []
     for steps in (3, 7):
@@ -186,7 +186,7 @@ def test_the_default_layers_are_those_of_engines() -> None:
 
 
 def test_a_short_trunk_has_default_layers_or_is_refused() -> None:
-    """(2, 2, 1) of four layers was refused as if it had been typed."""
+    """Regression: (2, 2, 1) of four layers was rejected as if the user had given it."""
     assert [EAGLE3.default_layers(layers, None) for layers in (4, 5, 6, 7)] == [
         (1, 2, 3),
         (1, 2, 4),

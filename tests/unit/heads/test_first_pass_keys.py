@@ -1,7 +1,8 @@
-"""--mtp-repeated-layer-first-pass-kv: later passes attend to pass 1's keys alone, by a reference of plain matrices.
+"""--mtp-repeated-layer-first-pass-kv: later passes attend only to pass 1's keys, against a reference of plain matrices.
 
-That drafts are the training forward's is tested in test_drafting.py, packed rows in test_packed.py, and layouts in
-tests/functional/test_layouts.py. Letters in names: S positions, B batch, H hidden, N heads, G key heads, C channels.
+test_drafting.py tests that drafts match the training forward pass, test_packed.py packed rows, and
+tests/functional/test_layouts.py layouts. Letters in names: S positions, B batch, H hidden, N heads, G key heads, C
+channels.
 """
 
 from typing import Any
@@ -30,7 +31,7 @@ def normed(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def turned(heads_SBNC: Tensor, first: int) -> Tensor:
-    """Halves of channels turned by position: row 0 stands at `first`."""
+    """Rotate halves of channels by position; row 0 is at position `first`."""
     half = heads_SBNC.size(-1) // 2
     rates = 10000.0 ** (-torch.arange(half) / half)
     angles_S11C = ((first + torch.arange(len(heads_SBNC))).unsqueeze(1) * rates)[:, None, None]
@@ -40,12 +41,12 @@ def turned(heads_SBNC: Tensor, first: int) -> Tensor:
 
 
 def neighbors_apart(heads: Tensor) -> Tensor:
-    """Channels 0 2 4 .. 1 3 5 ..: latent attention turns neighbors."""
+    """Reorder channels to 0 2 4 .. 1 3 5 ..: latent attention rotates neighbors."""
     return torch.cat((heads[..., ::2], heads[..., 1::2]), dim=-1)
 
 
 def attended(query_SBNC: Tensor, key_SBNC: Tensor, value_SBNC: Tensor) -> Tensor:
-    """Position i attends to the keys 0 .. i."""
+    """Let position i attend to keys 0 .. i."""
     scores_BNST = torch.einsum("sbnc,tbnc->bnst", query_SBNC, key_SBNC) / query_SBNC.size(-1) ** 0.5
     later_ST = torch.ones(LENGTH, LENGTH).triu(1).bool()
     weights_BNST = scores_BNST.masked_fill(later_ST, -torch.inf).softmax(-1)
@@ -53,7 +54,7 @@ def attended(query_SBNC: Tensor, key_SBNC: Tensor, value_SBNC: Tensor) -> Tensor
 
 
 def of_groups(weights: dict[str, Tensor], hidden: Tensor, number: int, kept: list[Tensor]) -> Tensor:
-    """Attention of grouped queries in a pass; `kept` are keys and values of pass 1."""
+    """Return grouped-query attention of a pass; `kept` are keys and values of pass 1."""
     mixed = (hidden @ weights["linear_qkv.weight"].t()).view(LENGTH, ROWS, GROUPS, -1, CHANNELS)
     if not kept:
         kept += [turned(mixed[..., -2, :], 0), mixed[..., -1, :]]
@@ -62,7 +63,7 @@ def of_groups(weights: dict[str, Tensor], hidden: Tensor, number: int, kept: lis
 
 
 def of_latents(weights: dict[str, Tensor], hidden: Tensor, number: int, kept: list[Tensor]) -> Tensor:
-    """Latent attention in a pass; `kept` are the normed latents and the turned part of the keys of pass 1."""
+    """Return latent attention of a pass; `kept` are pass 1's normed latents and the rotary part of its keys."""
     plain, place, latents = LATENT["qk_head_dim"], LATENT["qk_pos_emb_head_dim"], LATENT["kv_lora_rank"]
     compressed = normed(hidden @ weights["linear_q_down_proj.weight"].t(), weights["q_layernorm.weight"])
     query = (compressed @ weights["linear_q_up_proj.weight"].t()).unflatten(-1, (HEADS, plain + place))
@@ -80,7 +81,7 @@ def of_latents(weights: dict[str, Tensor], hidden: Tensor, number: int, kept: li
 
 
 def reference(model: GPTModel, hidden_SBH: Tensor, tokens_DBS: Tensor) -> list[Tensor]:
-    """States of all passes."""
+    """Return the states of all passes."""
     weights = dict(model.mtp.layers[0].named_parameters())
     mark = "tf_layer.self_attention."
     of_attention = {name.removeprefix(mark): one for name, one in weights.items() if name.startswith(mark)}
@@ -103,7 +104,7 @@ def reference(model: GPTModel, hidden_SBH: Tensor, tokens_DBS: Tensor) -> list[T
 
 
 def inputs() -> tuple[Tensor, Tensor]:
-    """Trunk states and tokens of every pass."""
+    """Return trunk states, and tokens of every pass."""
     generator = torch.Generator().manual_seed(4)
     hidden_SBH = torch.randn(LENGTH, ROWS, 32, generator=generator).requires_grad_()
     stream = torch.randint(1, VOCABULARY, (ROWS, LENGTH + PASSES), generator=generator)
@@ -124,7 +125,7 @@ def block_states(model: GPTModel, hidden_SBH: Tensor, tokens_DBS: Tensor) -> lis
 
 
 def gradients(model: GPTModel, states: list[Tensor], hidden_SBH: Tensor) -> dict[str, Tensor]:
-    """Of a weighted sum of the states: the trunk's states, and every weight of the layer."""
+    """Return gradients of a weighted sum of the states: for the trunk's states, and every weight of the layer."""
     model.zero_grad()
     hidden_SBH.grad = None
     upstream = torch.randn(torch.stack(states).shape, generator=torch.Generator().manual_seed(5))
@@ -161,13 +162,13 @@ def test_seven_passes_are_those_of_the_reference(kind: dict[str, Any], recompute
 
 
 def bytes_held(passes: int, **changes: Any) -> int:
-    """What the block's forward holds for its backward pass, without the weights."""
+    """Return the bytes that the block's forward pass stores for its backward pass, without the weights."""
     model = our_model(passes, **FIRST_PASS, **changes).train()
     hidden_SBH, tokens_DBS = inputs()
     held = dict[int, Tensor]()
 
     def pack(tensor: Tensor) -> Tensor:
-        held[tensor.untyped_storage().data_ptr()] = tensor  # which stays, so that no other takes its place
+        held[tensor.untyped_storage().data_ptr()] = tensor  # kept alive, so that its address is not reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -179,7 +180,7 @@ def bytes_held(passes: int, **changes: Any) -> int:
 
 @pytest.mark.parametrize("kind", [{}, LATENT], ids=["gqa", "latent"])
 def test_seven_recomputed_passes_take_at_most_twice_the_memory_of_one(kind: dict[str, Any]) -> None:
-    """While the backward pass computes one of them again, the inputs of all are held."""
+    """While the backward pass recomputes one of them, the inputs of all are stored."""
     one = bytes_held(1, **kind)
     assert bytes_held(PASSES, **kind, **FULL) + one <= 2 * one
     assert bytes_held(PASSES, **kind) > 4 * one

@@ -1,4 +1,4 @@
-"""heads/peagle: losses and gradients against the definition in plain float64, and what a mask may see."""
+"""heads/peagle: losses and gradients against the definition in plain float64, and what a mask may attend to."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 
 def drafter_model(drafted: list[int] | None = None, **others: Any) -> GPTModel:
-    """With the drafter in training; the trunk is frozen."""
+    """Return a model with the drafter in training mode and a frozen trunk."""
     given: dict[str, Any] = {"num_layers": LAYERS, "drafter_layers": READ, "drafter": {**SETTINGS, **others}}
     return our_model(DRAFTS, drafted=drafted, **given).double()
 
 
 class Reference:
-    """One text at a time, row by row, from the weights alone."""
+    """Compute one sequence at a time, row by row, from the weights."""
 
     def __init__(self, model: GPTModel, window: int | None, before_residual: bool) -> None:
         self.layer, self.table = model.mtp.layer, model.embedding.word_embeddings.weight
@@ -43,7 +43,7 @@ class Reference:
         self.window, self.before_residual = window or LENGTH + DRAFTS, before_residual
 
     def drafts(self, states_SX: Tensor, next_S: Tensor, place: int) -> Tensor:
-        """Logits [K, N] of the drafts behind a place of a text, whose later rows are left out."""
+        """Return logits [K, N] of the drafts after a position; later rows are left out."""
         masks = DRAFTS - 1
         read = torch.cat([states_SX[: place + 1], self.layer.mask_hidden[0].expand(masks, -1)])
         tokens = torch.cat([next_S[: place + 1], torch.tensor([MASK] * masks)])
@@ -61,7 +61,7 @@ class Reference:
         return rms(state_RH[-DRAFTS:], self.layer.norm.weight) @ self.head.t()
 
     def attended(self, own: Any, given_RX: Tensor) -> Tensor:
-        """Each row attends to those before it, in its window."""
+        """Let each row attend to those before it, in its window."""
         rows = []
         mixed = (given_RX @ own.linear_qkv.weight.t()).unflatten(-1, (GROUPS, HEADS // GROUPS + 2, -1))
         query, key, value = mixed[:, :, :-2].flatten(1, 2), mixed[:, :, -2], mixed[:, :, -1]
@@ -77,7 +77,7 @@ class Reference:
 def reference_loss(
     model: GPTModel, batch: dict[str, Any], read: Callable[[list[Tensor]], Tensor], window: int | None, before: bool
 ) -> Tensor:
-    """sum_k w_k times the mean KL divergence of draft k from the trunk's distribution, over all blocks."""
+    """Return sum_k w_k times the mean KL divergence of draft k from the trunk's distribution, over all blocks."""
     with torch.no_grad():
         after, last_SBH = states_after(model, batch)
         trunk_SBV = last_SBH @ attached_of(model).head().weight.t()
@@ -104,7 +104,7 @@ def losses(
     window: int | None = None,
     before: bool = False,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Ours and the reference's loss, and the gradients of both by name."""
+    """Return our loss and the reference's, and both gradients by name."""
     batch = make_batch(DRAFTS)
     if blocks is not None:
         batch["depths"] = with_blocks(batch["depths"], blocks, (1, 2), LENGTH)
@@ -129,7 +129,7 @@ def test_loss_and_gradients_are_those_of_the_definition(blocks: int | None, draf
 
 
 def test_a_window_a_normed_residual_and_no_mask() -> None:
-    """The window counts from a mask's own position, and the causal mask follows without one that is given."""
+    """The window is counted from a mask's own position; without a given mask, attention is causal."""
     model = drafter_model(drafter_window_size=4, drafter_norm_before_residual=1)
     ours, expected, _, _ = losses(model, has_mask=False, window=4, before=True)
     torch.testing.assert_close(ours, expected, rtol=5e-7, atol=0)
@@ -145,7 +145,7 @@ def test_features_of_other_positions_are_seen() -> None:
 
 
 def test_masks_that_see_later_ones_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: masks of a block see one another in both directions."""
+    """Planted: masks of a block attend to each other in both directions."""
     made = TextAndMasks.__init__
 
     def unaware(self: TextAndMasks, *args: Any, **others: Any) -> None:

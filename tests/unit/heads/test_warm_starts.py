@@ -1,4 +1,4 @@
-"""Training goes on from the folder of a published drafter as it is, and begins drafters of other kinds with it."""
+"""Training continues from a published drafter's folder, and initializes other kinds of drafters from it."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ CASES = {
     "layers that are read": "peagle-windows",
     "draft vocabulary": "eagle3",
 }
-"""What a continued drafter must not lose, and a drafter of `KINDS` that has it, other than a new drafter has."""
+"""Properties that a continued drafter must keep, and a drafter of `KINDS` that has it, unlike a new drafter."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def trunk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses_of_checkpoint(saved: Path, tokens_S: Tensor) -> tuple[list[float], dict[int, Tensor], Any]:
-    """The losses (tv) of the first step of training, draft by draft, the trunk's states by layer, and the model."""
+    """Return the losses (tv) of the first training step, draft by draft, the trunk's states by layer, and the model."""
     model, states = load_model(saved), dict[int, Tensor]()
     for number, layer in enumerate(model.decoder.layers, start=1):
         layer.register_forward_hook(lambda _, __, made, number=number: states.update({number: made[0][:, 0]}))
@@ -68,7 +68,7 @@ def losses_of_checkpoint(saved: Path, tokens_S: Tensor) -> tuple[list[float], di
 
 
 def losses_of_folder(folder: Path, kind: str, tokens_S: Tensor, states: dict[int, Tensor], model: Any) -> list[float]:
-    """The same by plain torch, from the folder's names and keys; of a drafter of one layer the first draft alone."""
+    """Return the same from plain torch with the folder's names and keys; only the first draft for a single layer."""
     reference = REFERENCES[kind](folder)
     head_VH, words_VH = attached_of(model).head().weight[:VOCABULARY], model.embedding.word_embeddings.weight
     drafts, layers = model.config.mtp_num_layers, attached_of(model).drafter.layers
@@ -96,7 +96,7 @@ def losses_of_folder(folder: Path, kind: str, tokens_S: Tensor, states: dict[int
 @pytest.mark.parametrize("what", CASES)
 @torch.no_grad()
 def test_a_continued_drafter_is_the_one_of_the_folder(what: str, trunk: Path, tmp_path: Path) -> None:
-    """Its first step has the loss that plain torch finds of the folder; what is exported has its keys and tensors."""
+    """Its first step has the loss that plain torch computes from the folder; its export has equal keys and tensors."""
     name = CASES[what]
     folder, _ = make_drafter(tmp_path, name, trunk)
     plan_attaching_drafter(trunk, folder).write(tmp_path / "attached", QUIET)
@@ -129,7 +129,7 @@ LOST: dict[str, tuple[Change, dict[str, object]]] = {
 @pytest.mark.parametrize("what", LOST)
 @torch.no_grad()
 def test_what_is_lost_is_seen(what: str, trunk: Path, tmp_path: Path) -> None:
-    """Planted: the loss of a folder with something else is not that of the checkpoint."""
+    """Planted: the loss of a modified folder differs from that of the checkpoint."""
     name = CASES[what]
     folder, saved = make_drafter(tmp_path, name, trunk)
     tokens_S = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(4))
@@ -142,7 +142,7 @@ def test_what_is_lost_is_seen(what: str, trunk: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["dspark", "dflash2", "domino"])
 def test_a_block_drafter_begins_with_the_backbone_of_a_dflash_drafter(kind: str, trunk: Path, tmp_path: Path) -> None:
-    """Its weights are the folder's bit by bit. What DSpark and DFlash2 add is 0 at first: they draft what it drafts."""
+    """Its weights equal the folder's bit by bit. What DSpark and DFlash2 add is initially 0, so they draft the same."""
     folder, saved = make_drafter(tmp_path, "dflash-windows", trunk)
     plan_attaching_drafter(trunk, folder, as_kind=kind).write(tmp_path / "begun", QUIET)
     old, new = DistReader(saved), DistReader(tmp_path / "begun")

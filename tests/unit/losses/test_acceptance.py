@@ -1,6 +1,6 @@
-"""losses/acceptance.py, with a head that passes logits through: three words, rates that one can count.
+"""losses/acceptance.py, with a head that passes logits through: three words, rates countable by hand.
 
-At position i depth d drafts the token that the trunk predicts at position i + d.
+At position i, depth d drafts the token that the trunk predicts at position i + d.
 """
 
 from dataclasses import replace
@@ -37,13 +37,13 @@ def head_of(weight_VH: Tensor) -> Head:
 
 
 def count_acceptance(trunk_SBV: Tensor, drafts: list[Tensor], head: Head, batch: DepthBatch) -> Tensor:
-    """Of whole sequences; cut ones need several processes."""
+    """Count on whole sequences; split ones need several processes."""
     later = LaterPositions(batch.positions_S, len(drafts), parallel_state.get_context_parallel_group())
     return accepted_positions(trunk_SBV, drafts, head, batch.loss_mask_DBS, later).sum((2, 3))
 
 
 def words(*rows: list[int]) -> Tensor:
-    """Logits [S, B, V] whose argmax is the given word at each slot, one list a row."""
+    """Return logits [S, B, V] whose argmax is the given word at each slot, one list per row."""
     return torch.nn.functional.one_hot(torch.tensor(rows), WORDS).float().transpose(0, 1).cuda()
 
 
@@ -62,8 +62,8 @@ def lists(counts: Tensor) -> list[list[float]]:
 
 def test_a_depth_counts_where_the_depths_before_it_were_accepted(head: Head) -> None:
     trunk = words([0, 1, 2, 1])
-    first = words([1, 0, 1, 0])  # the trunk says 1 2 1: yes no yes; slot 3 has no label
-    second = words([2, 1, 0, 0])  # the trunk says 2 1: yes, and yes where depth 1 was wrong; slots 2, 3 have no label
+    first = words([1, 0, 1, 0])  # the trunk predicts 1 2 1: yes no yes; slot 3 has no label
+    second = words([2, 1, 0, 0])  # the trunk predicts 2 1: yes, and yes where depth 1 was wrong; slots 2, 3: no label
     counts = count_acceptance(trunk, [first, second], head, document(1, 4, 2))
     assert lists(counts) == [[3, 2], [3, 1], [2, 1]]
     rates = stats_of(counts)
@@ -96,7 +96,7 @@ def test_overlap_is_the_sum_of_the_smaller_probabilities(head: Head) -> None:
 
 
 def test_rows_that_only_pad_the_vocabulary_are_neither_drafted_nor_predicted(megatron: None) -> None:
-    """Of a head of five rows three are words. The drafts lean to row 4, and the trunk to row 3."""
+    """Three of the head's five rows are words. The drafts favor row 4, and the trunk row 3."""
     padded = replace(head_of(torch.eye(5).cuda()), vocab_size=WORDS)
     probabilities_SV = torch.tensor([[0.2, 0.3, 0.5, 0, 0], [0.5, 0.25, 0.25, 0, 0], [0.1, 0.1, 0.8, 0, 0]])
     trunk_SBV = (probabilities_SV + torch.tensor([0, 0, 0, 9, 1e-9])).log().unsqueeze(1).cuda()
@@ -166,7 +166,7 @@ def test_counts_are_the_same_as_a_loop_over_positions(head: Head) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 4, 9])
 def test_counts_do_not_depend_on_chunks(at_once: int, megatron: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """10 slots of 2 rows, drafts of 5 of 7 words, two depths that share what they look up."""
+    """10 slots of 2 rows, drafts of 5 of 7 words, two depths that share lookups."""
     rows, slots, vocabulary = 2, 10, 7
     generator = torch.Generator().manual_seed(5)
     weight_VH, trunk, *noise = (
@@ -185,7 +185,7 @@ def test_counts_do_not_depend_on_chunks(at_once: int, megatron: None, monkeypatc
 
 
 class Largest(TorchDispatchMode):
-    """Numbers in the largest tensor that was made."""
+    """Record the number of elements of the largest tensor created."""
 
     numbers = 0
 
@@ -197,7 +197,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_is_larger_than_the_logits_of_a_chunk(megatron: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An evaluation at 32k slots of 131k words would otherwise need four times 17 GB for every card's slice."""
+    """An evaluation at 32k slots of 131k words would otherwise need four times 17 GB for every GPU's slice."""
     slots, vocabulary, at_once, depths = 64, 500, 8, 2
     head = head_of(torch.randn(vocabulary, 2).cuda())
     trunk, *states = (torch.randn(slots, 1, 2).cuda() for _ in range(1 + depths))

@@ -1,4 +1,4 @@
-"""losses/objective.py: one scalar out of all losses, in numbers that a person can check."""
+"""losses/objective.py: one scalar from all losses, in numbers that can be checked by hand."""
 
 import math
 
@@ -15,12 +15,12 @@ def loss_sum(total: float, tokens: int) -> LossSum:
 
 
 def whole_sum(losses_BS: Tensor, mask_BS: Tensor) -> LossSum:
-    """Of a microbatch that is not cut."""
+    """Return the sum over a microbatch that is not split."""
     return sum_losses(losses_BS, mask_BS, mask_BS.float().sum())
 
 
 def combined(main: LossSum, depths: list[LossSum], factor: float, per_token: bool) -> Tensor:
-    """The scalar that goes to Megatron's schedule, with lambda / D for every depth."""
+    """Return the scalar for Megatron's schedule, with lambda / D for every depth."""
     whole_tokens = torch.stack([sums.whole_tokens for sums in (main, *depths)])
     scales = depth_scales(whole_tokens, [factor / max(len(depths), 1)] * len(depths), per_token)
     return main.total + sum(scale * depth.total for scale, depth in zip(scales, depths, strict=True))
@@ -80,7 +80,9 @@ def test_sums_are_made_in_float32() -> None:
 
 
 def gradient_of_cut(cut: list[int], per_token: bool) -> Tensor:
-    """Gradient of 12 slots' losses for a global batch cut into microbatches of these sizes, as Megatron sums it."""
+    """Return the gradient of 12 slots' losses for a global batch split into microbatches of these sizes, as Megatron
+    sums it.
+    """
     losses = torch.arange(24, dtype=torch.float64).view(2, 12).requires_grad_()  # the trunk's and one depth's
     masks = torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1], [1, 1, 0, 0, 1, 0, 1, 0, 0, 1, 1, 0]])
     start, total, tokens = 0, torch.tensor(0.0), torch.tensor(0.0)
@@ -104,7 +106,7 @@ def test_per_token_gradients_do_not_depend_on_the_cut_into_microbatches() -> Non
 
 
 def test_default_gradients_do_depend_on_it() -> None:
-    """What the per-token mode is for; if this fails, the test above proves nothing."""
+    """The reason for the per-token mode; if this fails, the test above proves nothing."""
     assert not torch.allclose(gradient_of_cut([5, 7], per_token=False), gradient_of_cut([12], per_token=False))
 
 

@@ -1,4 +1,4 @@
-"""A training step reads nothing back from the GPU that the host knows: no wait in losses, counts and packed rows."""
+"""A training step never waits for the GPU to read what the host knows: no waits in losses, counts and packed rows."""
 
 from argparse import Namespace
 from functools import partial

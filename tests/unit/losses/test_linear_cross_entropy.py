@@ -1,4 +1,4 @@
-"""losses/linear_cross_entropy.py and the losses in its chunks, against their definitions: values and gradients."""
+"""losses/linear_cross_entropy.py and its chunked losses, against their definitions: values and gradients."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_a_draft_vocabulary_has_the_values_and_gradients_of_the_definition(name:
 @pytest.mark.parametrize("drafted", [False, True], ids=["all-tokens", "drafted"])
 @pytest.mark.parametrize("depths", [1, 2, 3, 4, 5])
 def test_the_accepted_length_is_the_product_of_the_depths(depths: int, drafted: bool) -> None:
-    """Any number of depths, in chunks and blocks that would cut a position's depths apart."""
+    """Any number of depths, in chunks and blocks that would split a position's depths."""
     config = MTPConfig(mtp_loss="e2e_tv")
     for rows_at_once in (1, 4, 7, 64):
         case = Case(11, depths, 8, 20, rows_at_once, 0.5, depths)
@@ -123,7 +123,7 @@ def test_the_comparison_sees_padding_that_takes_part(monkeypatch: pytest.MonkeyP
 
 
 def test_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function of autograd is told that its inputs need gradients, also where none are recorded."""
+    """Autograd functions are told that their inputs need gradients even if none are recorded."""
     states, targets, weight_VH, _ = CASE.leaves()
     leaves = [state_NH.requires_grad_() for state_NH in states]
     products: list[str] = []
@@ -142,7 +142,9 @@ def test_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 @pytest.mark.parametrize("surplus", [15, 25, 41, 60, 80, 95, 101, 110, 300])
 def test_tokens_that_the_trunk_rules_out_have_a_finite_divergence(surplus: float, temperature: float) -> None:
-    """log q - log p of 88 was infinite in float32, and nan where p was 0; here about `surplus`, at three tokens."""
+    """Regression: log q - log p of 88 was inf in float32, and NaN if p was 0; here it is about `surplus`, at three
+    tokens.
+    """
     generator = torch.Generator().manual_seed(0)
     logits_NV, teacher_NV = torch.randn(2, 5, 50, generator=generator)
     teacher_NV[:, [3, 20, 49]] -= surplus * temperature
@@ -162,7 +164,7 @@ def test_tokens_that_the_trunk_rules_out_have_a_finite_divergence(surplus: float
 def test_a_small_overlap_has_its_exact_logarithm_and_a_gradient_that_does_not_vanish(
     apart: float, temperature: float
 ) -> None:
-    """Trunk and depth each prefer one token, another one, by so many nats; 1 less tv is 0 in float32 from 17 on."""
+    """Trunk and MTP layer favor different tokens by so many nats; 1 - tv is 0 in float32 from 17 on."""
     generator = torch.Generator().manual_seed(0)
     logits_NV, teacher_NV = torch.randn(2, 5, 50, generator=generator)
     logits_NV[:, 3] += apart * temperature
@@ -198,7 +200,9 @@ def test_a_position_of_weight_zero_counts_nowhere_whatever_its_loss() -> None:
 
 @pytest.mark.parametrize("scale", tiered([400.0, 0.1, 0.01], (400.0,)))
 def test_float16_keeps_the_gradients_of_unlikely_tokens(scale: float) -> None:
-    """As with autograd, where the loss scale is there before they are rounded; nor do those of many slots overflow."""
+    """As with autograd, where the loss scale is applied before rounding; gradients of many slots do not overflow
+    either.
+    """
     generator = torch.Generator().manual_seed(0)
     slots, hidden, entries, often = 512, 64, 32_000, 640
     states_NH = torch.randn(slots, hidden, generator=generator).half().cuda() + 0.5

@@ -1,6 +1,6 @@
-"""The table of losses: what is derived from it, and losses that are added by a file or by another package.
+"""The table of losses: what is derived from it, and losses added by a file or by another package.
 
-The added loss is the page's: docs/develop/extending.md shows its file, its row and its entry point.
+The added loss is that of docs/develop/extending.md, which shows its file, its row and its entry point.
 """
 
 import re
@@ -29,7 +29,7 @@ SECTION = (ROOT / "docs/develop/extending.md").read_text(encoding="utf-8").split
 
 @pytest.fixture
 def added_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The page's file, as a module that can be imported: added_focal."""
+    """Write the page's file as an importable module, added_focal."""
     ((_, code),) = blocks(SECTION, "python")
     file = tmp_path / "added_focal.py"
     file.write_text(code, encoding="utf-8")
@@ -40,7 +40,7 @@ def added_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 
 def add_by_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's row: only its module is another."""
+    """Add the page's row with a different module."""
     ((_, row),) = blocks(SECTION, "text")
     rows = literal_eval("{" + row.strip().replace("megatron_mtp.losses.focal", file.stem) + "}")
     for name, where in rows.items():
@@ -48,7 +48,7 @@ def add_by_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def add_by_entry_point(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's entry point: only its module is another."""
+    """Add the page's entry point with a different module."""
     ((_, toml),) = blocks(SECTION, "toml")
     assert "[project.entry-points." in toml
     (line,) = [line for line in toml.splitlines() if line.startswith("focal")]
@@ -85,7 +85,7 @@ def test_an_added_loss_is_a_choice_of_the_flag_and_trains_a_step(
 
 
 def help_of_losses() -> str:
-    """What `--help` shows of `--mtp-loss`, on one line."""
+    """Return the `--help` text of `--mtp-loss` on one line."""
     shown = " ".join(parser("train").format_help().split())
     return shown.split("--mtp-loss {")[1].split(" --mtp-loss-mix ")[0]
 

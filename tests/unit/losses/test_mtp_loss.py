@@ -1,4 +1,4 @@
-"""losses/mtp_loss.py: the depths' loss on its own is that of the training step, value and gradient."""
+"""losses/mtp_loss.py: the MTP loss on its own equals that of a training step, in value and gradient."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.spec.config import MTPConfig
 
 IGNORED = -100
-"""The label of Hugging Face data sets for what is not learned."""
+"""The label for ignored tokens in Hugging Face datasets."""
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -57,7 +57,7 @@ def test_it_is_the_depths_part_of_a_training_step(kind: dict[str, Any]) -> None:
 
 
 def test_of_a_drafter_with_rows_of_its_own_it_is_that_of_a_training_step() -> None:
-    """It was made with the trunk's rows of the output head."""
+    """Regression: it was computed with the trunk's rows of the output head."""
     settings, batch = MTPConfig(drafter="eagle3", mtp_loss="kd"), make_batch(3)
     model = our_model(3, num_layers=5, drafter_layers=(1, 2, 4), drafted=[*range(1, VOCABULARY, 2)])
     group = parallel_state.get_context_parallel_group()
@@ -150,7 +150,7 @@ def test_labels_that_are_ignored_are_masked_and_the_trunk_can_be_left_out() -> N
 
 
 def test_dropout_in_the_depths_leaves_the_trunks_next_forward_as_it_is() -> None:
-    """Two microbatches: the random numbers of the second are those of a loop without the call."""
+    """Two microbatches: the second one's random numbers match a loop without the call."""
     model, found = our_model(2, hidden_dropout=0.2).train(), []
     for is_called in (False, True):
         model.zero_grad()

@@ -1,4 +1,4 @@
-"""losses/objective.py: what the depths are compared with, and what the logs say, against sums written out by hand."""
+"""losses/objective.py: targets of the MTP layers, and logged losses, against sums written out by hand."""
 
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ SEED = (1234, 7)
 
 
 def states() -> tuple[Tensor, list[Tensor], Tensor]:
-    """Of trunk and depths [S, B, H], and the head's weight."""
+    """Return states of trunk and MTP layers [S, B, H], and the head's weight."""
     generator = torch.Generator().manual_seed(5)
     hidden = [torch.randn(LENGTH, ROWS, HIDDEN, generator=generator).cuda() for _ in range(1 + DEPTHS)]
     trunk_SBH, *depth_hidden = (state_SBH.requires_grad_() for state_SBH in hidden)
@@ -70,7 +70,7 @@ def head_of(weight_VH: Tensor, drafted: Tensor | None = None) -> Head:
 
 
 def plain_kd_sums(slots: list[int]) -> list[float]:
-    """KL of the trunk's distribution d slots later from that of depth d, over the unmasked of these slots."""
+    """Return KL of the trunk's distribution d slots later from that of depth d, over the unmasked slots among these."""
     trunk_SBH, depth_hidden, weight_VH = states()
     trunk_SBV = torch.log_softmax(trunk_SBH @ weight_VH.t(), -1)
     sums = []
@@ -147,7 +147,7 @@ def test_labels_outside_of_the_draft_vocabulary_count_nowhere_in_a_depths_mean()
 
 @pytest.mark.parametrize("loss", ["kd", "tv", "nla"])
 def test_soft_labels_of_all_positions_count_whatever_their_label_is(loss: str) -> None:
-    """And tv and nla compare with the trunk's distribution over all tokens: what it gives to others is rejected."""
+    """And tv and nla compare with the trunk's distribution over all tokens: its mass on other tokens is rejected."""
     output = outcome(drafted=DRAFTED, depth_loss=depth_loss(MTPConfig(mtp_loss=loss)))
     trunk_SBH, depth_hidden, weight_VH = states()
     target_SBV, rows_NH = trunk_SBH @ weight_VH.t(), weight_VH[DRAFTED]
@@ -170,7 +170,7 @@ def test_soft_labels_of_all_positions_count_whatever_their_label_is(loss: str) -
 @pytest.mark.parametrize("keep", [None, partial(kept_positions, 0.5, SEED)], ids=["all", "some"])
 @pytest.mark.parametrize("per_token", [False, True])
 def test_a_chain_counts_where_every_depth_does(per_token: bool, keep: Any) -> None:
-    """No position whose chain leaves its document or meets a masked label: in the sums, the tokens, the normalizer."""
+    """Positions whose chain leaves its document or meets a masked label count nowhere: sums, tokens, normalizer."""
     kept = {} if keep is None else {"kept_positions": keep}
     output = outcome(depth_loss=depth_loss(MTPConfig(mtp_loss="e2e_tv")), per_token=per_token, **kept)
     trunk_SBH, depth_hidden, weight_VH = states()
@@ -184,7 +184,7 @@ def test_a_chain_counts_where_every_depth_does(per_token: bool, keep: Any) -> No
     p_SBV, reached_SB = torch.softmax(trunk_SBH @ weight_VH.t(), -1), torch.ones_like(mask_SB)
     weighted = torch.zeros((), device="cuda")
     for depth, (state_SBH, weight) in enumerate(zip(depth_hidden, (0.5, 0.25), strict=True), start=1):
-        later_SBV = p_SBV.roll(-depth, 0)  # what comes round is masked
+        later_SBV = p_SBV.roll(-depth, 0)  # what wraps around is masked
         overlap_SB = torch.minimum(torch.softmax(state_SBH @ weight_VH.t(), -1), later_SBV).sum(-1)
         reached_SB = reached_SB * overlap_SB
         sums = output.heads[0].depths[depth - 1]
@@ -211,7 +211,7 @@ def test_acceptance_is_of_drafts_from_the_draft_vocabulary() -> None:
 
 
 def test_rows_that_only_pad_the_vocabulary_are_never_drafted() -> None:
-    """Of 16 rows 12 are tokens, and the states of the depths lie along another."""
+    """12 of 16 rows are tokens, and the MTP layers' states point to another row."""
     trunk_SBH, _, weight_VH = states()
     head = replace(head_of(weight_VH), vocab_size=12)
     depth_hidden, mask_DBS = [weight_VH[14].expand_as(trunk_SBH)] * DEPTHS, batch().loss_mask_DBS
@@ -219,7 +219,7 @@ def test_rows_that_only_pad_the_vocabulary_are_never_drafted() -> None:
     overlap_D = accepted_positions(trunk_SBH, depth_hidden, head, mask_DBS, later).sum((2, 3))[3]
     q_V, p_SBV = ((state @ weight_VH[:12].t()).softmax(-1) for state in (weight_VH[14], trunk_SBH))
     for depth in range(1, 1 + DEPTHS):
-        overlap_SB = torch.minimum(p_SBV.roll(-depth, 0), q_V).sum(-1)  # what comes round is masked
+        overlap_SB = torch.minimum(p_SBV.roll(-depth, 0), q_V).sum(-1)  # what wraps around is masked
         assert overlap_D[depth - 1].item() == pytest.approx((overlap_SB * mask_DBS[depth - 1].t()).sum().item())
 
 
@@ -235,7 +235,7 @@ class TwoRanks:
 
 
 def sums_of_two_ranks(drafted: Tensor | None = None, **settings: Any) -> list[LossSum]:
-    """This rank's sums of the depths."""
+    """Return this rank's sums of the MTP layers."""
     trunk_SBH, depth_hidden, weight_VH = states()
     head, group = head_of(weight_VH, drafted), TwoRanks()
     objective = HeadObjective([0.5, 0.25], group, **settings)  # type: ignore[arg-type]
@@ -243,7 +243,7 @@ def sums_of_two_ranks(drafted: Tensor | None = None, **settings: Any) -> list[Lo
 
 
 def test_context_parallel_ranks_keep_positions_of_the_whole_sequence() -> None:
-    kept = torch.tensor([0, 4, 11])  # the last one is the other rank's
+    kept = torch.tensor([0, 4, 11])  # the last one belongs to the other rank
     asked = list[int]()
     sums = sums_of_two_ranks(kept_positions=lambda positions: (asked.append(positions), kept)[1])
     assert asked == [2 * LENGTH]

@@ -1,4 +1,4 @@
-"""What the depths learn and weigh, step by step, and which slots are drawn."""
+"""Losses and weights of the MTP layers, step by step, and which slots are drawn."""
 
 from argparse import Namespace
 from types import SimpleNamespace
@@ -106,8 +106,8 @@ def test_a_phase_has_its_part_of_the_steps() -> None:
     assert phases("lk:0.7,e2e_tv:0.3", 10) == [0] * 7 + [1] * 3
     assert phases("lk:0.34,e2e_tv:0.66", 6) == [0, 0, 1, 1, 1, 1]
     assert phases("ce:0.2,kd:0.5,ce:0.3", 10) == [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
-    assert phases("ce:0.1,kd:0.9", 3) == [1, 1, 1]  # a tenth of three steps is none
-    assert MTPConfig(mtp_loss="lk:0.7,e2e_tv:0.3").phase_at(10, 10) == 1  # behind the last step
+    assert phases("ce:0.1,kd:0.9", 3) == [1, 1, 1]  # a tenth of three steps rounds to zero
+    assert MTPConfig(mtp_loss="lk:0.7,e2e_tv:0.3").phase_at(10, 10) == 1  # after the last step
 
 
 def test_a_mix_can_be_a_phase() -> None:
@@ -158,7 +158,7 @@ def test_a_loop_that_knows_no_steps_refuses_a_schedule() -> None:
     [
         ({"curr_iteration": 6, "iteration": 0}, "lk"),
         ({"curr_iteration": 7, "iteration": 0}, "e2e_tv"),
-        ({"curr_iteration": 0, "iteration": 10}, "e2e_tv"),  # an evaluation of a run that has ended already
+        ({"curr_iteration": 0, "iteration": 10}, "e2e_tv"),  # an evaluation of a finished run
         ({"skip_train": True, "train_iters": None}, "e2e_tv"),
     ],
 )
@@ -174,7 +174,7 @@ def test_a_forward_step_learns_by_the_loss_of_its_step(
 
 
 def test_positions_and_blocks_are_drawn_anew_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the same again in a run that goes on in that step; evaluations have the same blocks at every step."""
+    """And equal in a run that resumes at that step; evaluations have the same blocks at every step."""
     args = SimpleNamespace(
         **{"mtp_num_layers": 2, "train_iters": 9, "skip_train": False, "calculate_per_token_loss": False, "seed": 5},
         **{"mtp_loss_scaling_factor": 0.3, "context_parallel_size": 1},
@@ -201,7 +201,7 @@ def test_positions_and_blocks_are_drawn_anew_in_every_step(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("megatron")
 def test_every_nth_step_measures_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps 2 and 4 of 5, which the loop counts from 0; evaluations always do."""
+    """Steps 2 and 4 of 5, which the loop counts from 0; evaluations always measure."""
     args = SimpleNamespace(mtp_num_layers=1, seed=7, iteration=0, train_iters=5, skip_train=False)
     args.calculate_per_token_loss, args.mtp_loss_scaling_factor = False, 0.1
     monkeypatch.setattr(forward_step, "get_args", lambda: args)
@@ -218,7 +218,7 @@ def test_every_nth_step_measures_acceptance(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_context_parallel_rank_returns_a_mean_of_all_ranks_or_its_own_sum(
     per_token: bool, expected: tuple[float, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Megatron takes the mean over two ranks, or adds sums and tokens: 5 of this rank's, 9 of both."""
+    """Megatron averages over two ranks, or adds sums and tokens: 5 of this rank's, 9 of both."""
     args = SimpleNamespace(mtp_num_layers=0, train_iters=5, skip_train=False, context_parallel_size=2)
     args.calculate_per_token_loss, args.check_for_nan_in_loss_and_grad, args.check_for_spiky_loss = per_token, 0, 0
     monkeypatch.setattr(forward_step, "get_args", lambda: args)

@@ -1,4 +1,4 @@
-"""losses/triton_chunk.py: where its kernels are used, and, in Triton's interpreter, what they compute."""
+"""losses/triton_chunk.py: where its kernels are used, and what they compute in Triton's interpreter."""
 
 import re
 from pathlib import Path
@@ -29,7 +29,7 @@ OF_RANKS = ("ranks", "faults", "faults of ranks")
 
 @pytest.fixture(scope="module")
 def interpreted(pytestconfig: pytest.Config) -> dict[str, Any]:
-    """What one process finds: of a loss of every class, with --all of every loss, two ranks and faults as well."""
+    """Return one process's results: a loss of every class; with --all every loss, two ranks, and faults too."""
     every = pytestconfig.getoption("--all")
     sizes, more = (EVERY, OF_RANKS) if every else (SOME, ())
     found = found_by("triton_cases.py", *sizes.values(), "rounded", "masked", "empty", *more, "used")
@@ -51,7 +51,7 @@ def assert_close(found: dict[str, tuple[float, float]]) -> None:
 
 @pytest.mark.matrix
 def test_two_ranks_find_the_values_and_gradients_of_the_definition(interpreted: dict[str, Any]) -> None:
-    """Also with a factor of the logits, padding, and where the last rank has padding alone."""
+    """Including a logit scale, padding, and a last rank with only padding."""
     assert len(interpreted["ranks"]) == len(interpreted["used"])
     assert_close(interpreted["ranks"])
 
@@ -67,7 +67,7 @@ def test_a_logit_is_read_and_written_seldom(interpreted: dict[str, Any]) -> None
 
 
 def test_products_in_half_precision_get_a_gradient_that_is_rounded_once(interpreted: dict[str, Any]) -> None:
-    """Triton's interpreter cuts bfloat16 off, where a GPU rounds to the nearest."""
+    """Triton's interpreter truncates bfloat16, where a GPU rounds to nearest."""
     for dtype, bits in (("torch.bfloat16", 7), ("torch.float16", 10)):
         value, gradients = interpreted["rounded"][dtype]
         assert value <= 1e-6
@@ -121,7 +121,7 @@ def test_kernels_compile_for_a_gpu(
 
 
 class Extended(CrossEntropy):
-    """A loss of another package."""
+    """A loss of an external package."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""losses/weight_gradient.py: both forms in which the head's gradient is kept, `main_grad`, and what all of it needs."""
+"""losses/weight_gradient.py: both ways of storing the head's gradient, `main_grad`, and peak memory."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,7 +57,7 @@ def test_half_precision_is_rounded_and_nothing_else(case: Case, dtype: torch.dty
 
 
 def gradients_of_ddp(overlap: bool, **settings: Any) -> dict[str, Tensor]:
-    """What Megatron's optimizer would see of two microbatches."""
+    """Return what Megatron's optimizer would see after two microbatches."""
     tied = settings.pop("tied")
     model = our_model(2, tied)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap)
@@ -89,14 +89,14 @@ def test_main_grad_is_what_ddp_would_make_of_it(
 
 
 def ddp_weight(weight_VH: Tensor) -> torch.nn.Parameter:
-    """With what Megatron's DDP puts on a parameter."""
+    """Return a parameter with the attributes that Megatron's DDP sets."""
     parameter = torch.nn.Parameter(weight_VH.clone())
     parameter.main_grad, parameter.grad_added_to_main_grad = torch.ones_like(weight_VH), False  # type: ignore[attr-defined]
     return parameter
 
 
 def passed(how: Callable[[Tensor, list[Tensor]], object], case: Case) -> tuple[Tensor, list[Tensor]]:
-    """`main_grad`, and what the states and the weight got, less the ones that were in `main_grad`."""
+    """Return `main_grad` minus its initial ones, and the gradients of the states and the weight."""
     states, targets, weight_VH, _ = case.leaves()
     weight = ddp_weight(weight_VH)
     leaves = [each.requires_grad_() for each in states]
@@ -157,7 +157,7 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again(case: Case) -> None
 
 
 class OnGpu(torch.Tensor):
-    """A tensor of the CPU that says otherwise."""
+    """A CPU tensor that claims to be on a GPU."""
 
     is_cuda = True  # type: ignore[assignment]
 
@@ -166,7 +166,7 @@ class OnGpu(torch.Tensor):
 def test_a_gpu_adds_products_to_the_sum_in_the_product_itself(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch has such a product on CUDA alone."""
+    """torch has this product only on CUDA."""
     total_XH, left_XN, right_NH = torch.ones(4, 2), torch.randn(4, 3).to(dtype), torch.randn(3, 2).to(dtype)
     calls: list[Tensor] = []
 
@@ -189,7 +189,7 @@ def test_a_gpu_adds_products_to_the_sum_in_the_product_itself(
 def test_the_loss_needs_no_more_memory_than_megatrons(
     ratio: float, dtype: str, depths: int, megatron: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ratios of tokens to H: where there were few, the weight gradient's temporaries were 2 to 3 times as much."""
+    """Ratios of tokens to H: with few tokens, the weight gradient's temporaries took 2 to 3 times as much."""
     monkeypatch.setattr(linear_cross_entropy, "BLOCK_BYTES", 2**16)
     monkeypatch.setattr(weight_gradient, "LEAST_BYTES", 2**16)
     ours, theirs = loss_alone.peaks(int(ratio * 32), 2**14, 32, dtype, depths)

@@ -1,4 +1,4 @@
-"""On a CPU, what asks for CUDA gets the CPU; every substitution says why it is there."""
+"""On a CPU, requests for CUDA get the CPU; every substitution states its reason."""
 
 import importlib
 import os
@@ -57,14 +57,14 @@ print((process.memory_info().rss - before) >> 20)
 
 @pytest.mark.matrix
 def test_products_of_512_numbers_of_rows_take_little_memory() -> None:
-    """Some 700 MiB, were the caches not limited."""
+    """It would be about 700 MiB without a limit on the caches."""
     environment = {name: value for name, value in os.environ.items() if name not in cpu.ONEDNN_CACHES}
     done = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, env=environment)
     assert int(done.stdout) < 300, done.stderr
 
 
 def test_a_device_context_still_reaches_the_functions_that_make_tensors() -> None:
-    """transformers builds models so, and fills in afterwards what is on the meta device: RoPE's frequencies."""
+    """transformers builds models this way, and then fills what is on the meta device: RoPE's frequencies."""
     with torch.device("meta"):
         assert torch.empty(2).is_meta
         assert torch.arange(3, dtype=torch.float32).is_meta
@@ -99,7 +99,7 @@ def test_every_substitution_has_a_reason_and_is_in_place() -> None:
 def test_megatron_finds_no_transformer_engine_on_a_cpu(
     content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Megatron takes an ImportError alone for its absence; with a sound one, the trunk's final norm would need CUDA."""
+    """Megatron only treats an ImportError as absence; with a working one, the trunk's final norm would need CUDA."""
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").write_text(content)
     (tmp_path / "transformer_engine" / "pytorch.py").touch()
@@ -127,10 +127,10 @@ def test_preparing_twice_changes_nothing() -> None:
 
 
 def test_a_router_that_masks_tokens_counts_those_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's sum over ranks is made in place, so that its count of one rank was that of both."""
+    """Regression: Megatron sums over ranks in place, so its count for one rank was that of both."""
     table.install()
     monkeypatch.setattr(moe_utils, "reduce_from_tensor_model_parallel_region", lambda counts, _: counts.mul_(2))
-    routing_map = torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0]])  # two experts for a token; the last one is masked
+    routing_map = torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0]])  # two experts per token; the last token is masked
     two_ranks = SimpleNamespace(size=lambda: 2)
     of_experts, of_rank, of_all = router.get_tokens_per_expert_and_token_count(routing_map, two_ranks, 2, True)
     assert of_experts.tolist() == [2, 4, 2]

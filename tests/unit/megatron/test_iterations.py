@@ -1,4 +1,4 @@
-"""A checkpoint folder: the iteration to resume from after a kill, and the MTP layers that an iteration holds."""
+"""A checkpoint folder: the iteration to resume from after a kill, and the MTP layers in an iteration."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Megatron may be imported before `prepare()`: training, saving and resuming are the same as in the other order."""
+"""Megatron may be imported before `prepare()`: training, saving and resuming do not depend on the order."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def ran(order: str, folder: Path, run: Callable[..., Any]) -> dict[str, Any]:
 
 @pytest.mark.matrix
 def test_the_order_of_imports_changes_nothing(tmp_path: Path) -> None:
-    """The server of forks has prepared before it imported Megatron; the other order is a process of its own."""
+    """The fork server called prepare() before importing Megatron; the other order needs a separate process."""
     early = ran("early", tmp_path / "early", fork_server.run)
     late = ran("late", tmp_path / "late", partial(subprocess.run, capture_output=True, text=True))
     assert {"megatron.core.jit.jit_fuser", "megatron.core.transformer.module._FLOAT_TYPES"} <= set(late["before"])

@@ -1,4 +1,4 @@
-"""checkpoint/convert/import_hf.py: no argument of Megatron's changes a model without a checkpoint's saying so."""
+"""checkpoint/convert/import_hf.py: every Megatron argument that changes a model is stored in the checkpoint."""
 
 import inspect
 import re
@@ -58,7 +58,7 @@ HARMLESS = {
     "known otherwise: mup_base_hidden_size": "mup_width_mult",
     "another way to say a model": "yaml_cfg",
 }
-"""Arguments that reach a model's configuration and do not say what it computes, by the reason."""
+"""Arguments that reach a model's configuration but do not affect what it computes, by reason."""
 TINY = (
     "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 16 "
     "--disable-bias-linear --max-position-embeddings 16 --position-embedding-type rope --normalization RMSNorm --swiglu"
@@ -67,7 +67,7 @@ MUP = "--use-mup --mup-base-hidden-size 4 --mup-embedding-mult 3"
 
 
 def reaching_a_model() -> set[str]:
-    """Arguments that Megatron's builder makes a configuration of: fields of the same name, and those that it reads."""
+    """Return arguments that Megatron's builder turns into a configuration: fields of that name, and those it reads."""
     builders = (argument_utils.core_transformer_config_from_args, argument_utils.gpt_config_from_args)
     named = {name for builder in builders for name in re.findall(r"\bargs\.(\w+)", inspect.getsource(builder))}
     named |= {field.name for config in (MLATransformerConfig, MTPGPTModelConfig) for field in fields(config)}

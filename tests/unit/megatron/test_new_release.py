@@ -1,6 +1,6 @@
-"""A new release of Megatron is one room: what a release can change is kept in `megatron/` and nowhere else.
+"""Code that depends on a Megatron release is in `megatron/` and nowhere else.
 
-Flags and settings that a release adds are found by test_unsupported.py, test_megatron_args.py and test_dense_layer.py.
+Flags and settings that a release adds are caught by test_unsupported.py, test_megatron_args.py and test_dense_layer.py.
 """
 
 import ast
@@ -17,11 +17,11 @@ OF_A_RELEASE = {
     "CORE", "MODEL_ARGUMENTS", "OTHER_PARTS", "PHASES", "RANGES", "SENTENCES", "UNSUPPORTED", "WITHOUT_EFFECT",
 }  # fmt: skip
 BOUND = re.compile(r"[\"'][<>=]*0\.(1[6-9]|2\d)(\.\d+)?[,\"']")
-"""A version of megatron-core, or a bound of it, as text in code."""
+"""A version of megatron-core, or a bound on it, as a string in code."""
 
 
 def places(source: str) -> list[str]:
-    """Lists of Megatron's names that the source assigns, and its lines that compare with a version."""
+    """Return lists of Megatron's names that the source assigns, and lines that compare with a version."""
     targets = [
         target
         for node in ast.parse(source).body
@@ -47,7 +47,7 @@ def test_a_list_or_a_bound_elsewhere_is_seen(planted: str) -> None:
 
 
 def test_the_next_release_is_unknown_to_every_row_until_its_bound_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row whose probe has an answer is applied or left alone by that; the others are named, and are looked at."""
+    """A row whose probe answers is applied or skipped accordingly; the others are reported for review."""
     rows = [row for row in (*table.PATCHES, *loop.LOOP) if row.versions == patch.CORE]
     before = {row.target: state_of(row) for row in rows}
     monkeypatch.setattr(patch, "installed", lambda package: "0.20.0")

@@ -1,4 +1,4 @@
-"""The table of patches: every probe sees its fault in the installed version, and a mended function is left alone."""
+"""The table of patches: every probe finds its bug in the installed version, and a fixed function is left alone."""
 
 import ast
 import json
@@ -33,18 +33,18 @@ from megatron_mtp.training.run import observed
 
 ROWS = (*PATCHES, *LOOP)
 NEWER = {"megatron-core": "0.19.3", "torch": "2.12.1"}
-"""Releases that the table does not know."""
+"""Releases that the table does not list."""
 
 
 @pytest.fixture(autouse=True)
 def forgotten_answers() -> Iterator[None]:
-    """Answers last as long as the process, in which functions of Megatron change in these tests alone."""
+    """Clear the answers, which are cached per process: only these tests change Megatron's functions."""
     yield
     engine._answer.cache_clear()
 
 
 def named(row: Patch) -> str:
-    """Of a row: several have one target."""
+    """Return a row's name; several have the same target."""
     return f"{row.name}: {row.reason[:30]}"
 
 
@@ -52,7 +52,7 @@ def named(row: Patch) -> str:
 
 
 def compile_helpers() -> None:
-    """There is nothing to compile."""
+    """Nothing to compile."""
 
 
 def get_tokens_per_expert_and_token_count(
@@ -99,7 +99,7 @@ def load_partial(state: Any, checkpoint_dir: str, missing_keys_stay: bool = Fals
 
 
 def called_by_nothing() -> None:
-    """The loop calls another function."""
+    """The loop calls a different function."""
 
 
 MENDED: dict[Any, Any] = {
@@ -114,11 +114,11 @@ MENDED: dict[Any, Any] = {
     saving.reads_every_entry: load_partial,
     saving.keeps_mark: save_unmarked,
 }
-"""By probe. Of the other rows, what the patch makes of the original is a mended function as well."""
+"""Fixed functions by probe. For the other rows, the patched original counts as fixed."""
 
 
 def mend(row: Patch, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Put a mended function in the place of the row's target, in a release that the table does not know."""
+    """Replace the row's target by a fixed function, in a release that the table does not know."""
     monkeypatch.setattr(engine, "installed", lambda package: NEWER[package])
     mended = original_of(row)
     if row.probe is has_no_callbacks or row in LOOP[:5]:
@@ -136,7 +136,7 @@ def mend(row: Patch, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def check_row(row: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe sees the fault of the installed version, and the patch leaves a mended function alone."""
+    """Check that the probe finds the bug of the installed version, and the patch leaves a fixed function alone."""
     assert row.probe(original_of(row)) is True
     with monkeypatch.context() as patched:
         mended = mend(row, patched)
@@ -212,7 +212,7 @@ assert not cpu.installed()
 assert not counters["frames"], f"compiled: {dict(counters['frames'])}"
 assert not started, "CUDA was started:" + started[0]
 """
-"""A machine with a GPU, as far as imports and `prepare()` ask. Starting CUDA would fix the device of every rank."""
+"""Simulates a machine with a GPU, for imports and `prepare()`. Initializing CUDA would fix every rank's device."""
 
 
 @pytest.mark.matrix
@@ -253,7 +253,7 @@ def test_the_doctor_prints_the_table(capsys: pytest.CaptureFixture[str], monkeyp
 def test_without_probes_the_doctor_goes_by_versions(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron.core.datasets.utils.compile_helpers", compile_helpers)  # only a probe sees this
+    monkeypatch.setattr("megatron.core.datasets.utils.compile_helpers", compile_helpers)  # only a probe detects this
     assert cli.main(["doctor"]) == 0
     assert re.search(rf"^ok   patches +{len(ROWS)} known version:", capsys.readouterr().out, re.M)
     monkeypatch.setattr(engine, "installed", lambda _: "0.19.9")
@@ -304,7 +304,7 @@ PACKAGE = Path(megatron_mtp.__file__).parent
 
 
 def assignments(source: str) -> list[str]:
-    """Attributes of what a file imports from Megatron that it assigns to."""
+    """Return attributes of Megatron imports that a file assigns to."""
     tree = ast.parse(source)
     imported = {
         (alias.asname or alias.name).split(".")[0]
@@ -329,7 +329,7 @@ def assignments(source: str) -> list[str]:
 
 
 OF_A_LAB = ("worker.py", "stand_ins.py", "script_worker.py")
-"""Files of `prove` that run in processes of the Megatron that is judged, never in this package's."""
+"""Files of `prove` that run in processes of the tested Megatron, never in this package's."""
 
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent.name != "prove" or path.name not in OF_A_LAB)
 
@@ -372,7 +372,7 @@ def test_a_planted_assignment_is_seen(source: str) -> None:
 def test_logged_losses_are_the_mean_of_all_routers(
     flags: dict[str, Any], routers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four layers; every router records 1.0, a stage without any has the same size."""
+    """Four layers; every router records 1.0; a stage without routers has the same size."""
     default = {"hybrid_layer_pattern": None, "num_layers": 4, "mtp_use_repeated_layer": False}
     args = Namespace(**default | flags)
     passes = flags.get("mtp_unroll") or flags["mtp_num_layers"] or 0

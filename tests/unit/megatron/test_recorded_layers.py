@@ -1,7 +1,7 @@
-"""Which layers Megatron records as CUDA graphs in training, counted without a card by its own search.
+"""Which layers Megatron captures as CUDA graphs in training, counted without a GPU by its own search.
 
-`--cuda-graph-impl transformer_engine` looks for layers in a built model; with `local` every layer that can be recorded
-makes a manager of its graphs when it is built.
+`--cuda-graph-impl transformer_engine` searches a built model for layers; with `local` every layer that can be captured
+creates a graph manager when it is built.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ PATTERNS = {"*-*-/*-": {}, "M-*-/M*-/M*-": RECURRENT}
 
 
 def found(model: LanguageModule, monkeypatch: pytest.MonkeyPatch) -> list[Module]:
-    """What Megatron's search finds, which needs Transformer Engine only to record it."""
+    """Return the layers that Megatron's search finds; it needs Transformer Engine only for capturing."""
     monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
     helper = TECudaGraphHelper([model], model.config, LENGTH, ROWS)
     assert len(helper.flattened_callables_is_mtp) == len(helper.flattened_callables)
@@ -34,20 +34,20 @@ def found(model: LanguageModule, monkeypatch: pytest.MonkeyPatch) -> list[Module
 
 
 def managed(model: LanguageModule) -> list[Module]:
-    """What answers that a training step calls it by the manager of its graphs."""
+    """Return the modules that a training step calls through their graph manager."""
     graphable = [module for module in model.modules() if isinstance(module, GraphableMegatronModule)]
     return [module for module in graphable if module._should_call_local_cudagraph()]
 
 
 class Manager(Module):
-    """A stand-in for Megatron's, which starts CUDA when it is made."""
+    """A stand-in for Megatron's, which initializes CUDA."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
 
 
 def inner_layers(model: LanguageModule) -> list[Module]:
-    """Of all depths; those of a hybrid's stacks one by one."""
+    """Return the layers of all MTP layers; those of hybrid stacks one by one."""
     return [layer for depth in model.mtp.layers for layer in getattr(depth.tf_layer, "layers", [depth.tf_layer])]
 
 
@@ -61,13 +61,13 @@ def test_every_mtp_layer_of_a_gpt_is_recorded(
     layers = found(model, monkeypatch)
     assert len(layers) == 2 + depths
     assert layers == [*model.decoder.layers, *inner_layers(model)]
-    set_current_microbatch(model, 3)  # by which a replay chooses the graph of a layer
+    set_current_microbatch(model, 3)  # a replay selects a layer's graph by it
     assert [layer.current_microbatch for layer in layers] == [3] * len(layers)
 
 
 @pytest.mark.parametrize("modules", [ALL, [*ATTENTION, CudaGraphModule.moe_router]], ids=["whole", "router"])
 def test_a_depth_with_experts_is_not_recorded(modules: list[CudaGraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron would run what it does not record of the layer without a padding mask."""
+    """Megatron would run the parts that it does not capture without a padding mask."""
     model = our_model(2, cuda_graph_modules=modules, **MOE, **BY_TE)
     assert found(model, monkeypatch) == [*model.decoder.layers]
 
@@ -76,7 +76,7 @@ def test_a_depth_with_experts_is_not_recorded(modules: list[CudaGraphModule], mo
 def test_mtp_layers_of_a_hybrid_are_left_out_so_that_the_flag_is_refused(
     pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where this fails since Megatron finds the layers of a stack, take away the row, and expect all layers here."""
+    """If this fails because Megatron finds the layers of a stack, remove the row, and expect all layers here."""
     model = our_hybrid(pattern, **PATTERNS[pattern], **BY_TE)
     assert found(model, monkeypatch) == [*model.decoder.layers]
     assert "--cuda-graph-impl transformer_engine --hybrid-layer-pattern" in [row.flags for row in UNSUPPORTED]

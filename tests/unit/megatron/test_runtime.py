@@ -1,4 +1,4 @@
-"""runtime.py: what a command says while it runs reaches the standard error of its process; the quota of a container."""
+"""runtime.py: warnings of a running command reach the standard error of its process; CPU quotas of containers."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ with running(Parrot(), words(pathlib.Path(sys.argv[1]))) as server:
 
 
 def test_alarms_and_tracebacks_reach_standard_error(tmp_path: Path) -> None:
-    """A new process: where Megatron is imported, the root logger gets the handler that it keeps."""
+    """In a new process: when Megatron is imported, the root logger gets the handler that it keeps."""
     words = [sys.executable, "-c", LOGGING, str(tmp_path)]
     done = subprocess.run(words, cwd=Path(__file__).parents[2] / "support", capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

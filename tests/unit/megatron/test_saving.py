@@ -1,4 +1,4 @@
-"""What kills do to saves: `test_killed_training.py` meets it by chance, these by design."""
+"""Kills during saves, at chosen moments; `test_killed_training.py` kills at random."""
 
 import os
 import signal
@@ -56,7 +56,7 @@ def test_a_run_saves_its_tokenizer_beside_the_iterations(tmp_path: Path, monkeyp
 
 
 def hold(pid: object) -> None:
-    """A rank that has a helper, and tells its process id."""
+    """Run a rank that has a helper, and report its process id."""
     helper = get_context("fork").Process(target=help_, args=(os.getpid(),))
     helper.start()
     pid.value = helper.pid  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """Checkpoints of Transformer Engine's modules: loaded, converted and loaded again, without a GPU.
 
-Its modules are built in a process of their own, since `prepare()` hides them on a CPU.
+Its modules are built in a separate process, because `prepare()` hides them on a CPU.
 """
 
 import subprocess
@@ -30,7 +30,7 @@ except PackageNotFoundError:
     )
 
 FUSED = "linear_qkv_down_proj"
-"""The down-projections of queries, keys and values as one weight, which Megatron saves as two."""
+"""Down-projections of queries, keys and values as one weight, which Megatron saves as two."""
 
 NAMES = {
     f"self_attention.{FUSED}.layer_norm_": "input_layernorm.",
@@ -39,7 +39,7 @@ NAMES = {
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
 }
-"""Where Transformer Engine's modules have a norm, and where Megatron's own do."""
+"""Where Transformer Engine's modules have a norm, and where Megatron's own have it."""
 
 
 def run(part: str, folder: Path) -> None:
@@ -81,7 +81,7 @@ def test_its_checkpoint_drafts_as_the_portable_model(kind: str, saved: Path) -> 
 
 
 def test_later_passes_attend_to_the_keys_of_the_first(tmp_path: Path) -> None:
-    """Megatron's layer of its modules takes queries and keys from our class; its kernels have stand-ins here."""
+    """In Megatron's layer with TE modules, our class supplies queries and keys; the kernels have stand-ins here."""
     run("first_pass", tmp_path)
     for kind in FIRST_PASS:
         theirs, ours = load_file(tmp_path / kind / STATES), passes(load_model(tmp_path / kind))
@@ -90,7 +90,7 @@ def test_later_passes_attend_to_the_keys_of_the_first(tmp_path: Path) -> None:
 
 
 def test_norms_of_plain_queries_are_refused(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Megatron's own module has them, and they were left out in silence."""
+    """Regression: Megatron's own module has them, and they were silently dropped."""
     folder = saved / OF_MEGATRON
     assert any("linear_q_proj.layer_norm_weight" in name for name in load_file(folder / WEIGHTS))
     with pytest.raises(ValueError, match="has norms in front of linear_q_proj"):
@@ -105,7 +105,7 @@ def test_norms_of_plain_queries_are_refused(saved: Path, capsys: pytest.CaptureF
 
 
 def test_a_conversion_loads_into_transformer_engine(saved: Path) -> None:
-    """All but one, whose router no form of a trained model has."""
+    """All but one, whose router has no Hugging Face format."""
     for kind in KINDS.keys() - {"moe"}:
         exported, converted = saved / "exported" / kind, saved / "converted" / kind
         assert main(["convert", "mcore-to-hf", str(saved / kind), str(exported)]) == 0, kind

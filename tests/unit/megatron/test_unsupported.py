@@ -1,4 +1,4 @@
-"""Megatron's features in runs with depths: every flag has a place, refusals are sentences, the page says the same."""
+"""Megatron's features in runs with MTP layers: every flag is classified, errors are sentences, and the page agrees."""
 
 import re
 import textwrap
@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 
 import pytest
 from documents import ROOT
-from features import SETUPS, TRIED, UNTRIED, Tried  # in the folder beside
+from features import SETUPS, TRIED, UNTRIED, Tried  # in tests/support
 from megatron.training.arguments import add_megatron_arguments
 from run_flags import DEPTHS, MOCK, ROPE, _in_no_job, refusal  # noqa: F401  # a fixture
 
@@ -41,7 +41,7 @@ OF_GROUPS = {
     "what the trunk computes, which depths repeat": {"network size", "mla", "experimental_attention_variant"},
     "the schedule of the run": {"learning rate and weight decay", "RNG and initialization", "fault injector"},
 }
-"""Groups of Megatron's parser whose flags touch neither output layer, embedding and loss nor the schedule."""
+"""Groups of Megatron's parser whose flags affect neither output layer, embedding and loss nor the schedule."""
 
 OF_FLAGS = {
     "layouts, tests/support/layouts.py": (
@@ -95,7 +95,7 @@ def placed_by_flag() -> list[str]:
 
 
 def test_every_flag_of_megatron_has_a_place() -> None:
-    """A new release may bring a feature that somebody has to look at."""
+    """A new release may add a feature that needs review."""
     groups = {group for named in OF_GROUPS.values() for group in named}
     patterns = placed_by_flag()
     parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
@@ -110,7 +110,7 @@ def test_every_flag_of_megatron_has_a_place() -> None:
 
 
 def as_typed(row: Unsupported) -> str:
-    """The flags of a row, with values."""
+    """Return the flags of a row, with values."""
     values = {"-dir": " x", "-path": " x", "-json": " x", "-pattern": " *-/*-/*-"}
     ends = (next((value for end, value in values.items() if word.endswith(end)), "") for word in row.flags.split())
     return " ".join(word + value for word, value in zip(row.flags.split(), ends, strict=True))
@@ -155,7 +155,7 @@ def test_flags_that_ask_for_part_of_a_row_are_taken() -> None:
 
 
 def lists_of_the_page() -> str:
-    """What is refused, works and is untried; flags with the same reason, or tried on the same, are one item."""
+    """Return the rejected, working and untested flags; flags with the same reason or setup share an item."""
     refused = [
         (f"{row.because}{'' if row.depths_alone else ' (refused without MTP layers too)'}", row.flags)
         for row in UNSUPPORTED
@@ -174,7 +174,7 @@ def lists_of_the_page() -> str:
 
 
 def items(rows: list[tuple[str, str]], flags_first: bool = False) -> str:
-    """A list, an item for each reason, with its flags."""
+    """Return a list with an item for each reason and its flags."""
     found = dict[str, list[str]]()
     for why, flags in rows:
         found.setdefault(why, []).append(f"`{flags}`")
@@ -183,14 +183,14 @@ def items(rows: list[tuple[str, str]], flags_first: bool = False) -> str:
 
 
 def wrapped(texts: Iterable[str]) -> str:
-    """Lines of a page; code in a sentence stays in one line."""
+    """Wrap lines as on a page; inline code is not split."""
     kept = (re.sub("`[^`]+`", lambda span: span[0].replace(" ", "\0"), text) for text in texts)
     lines = [line for text in kept for line in textwrap.wrap(text, 130, subsequent_indent="  ", break_on_hyphens=False)]
     return "\n".join(lines).replace("\0", " ")
 
 
 def shown(row: Tried) -> str:
-    """On what the feature was tried, as the page says it."""
+    """Return the setup on which the feature was tested, as the page states it."""
     both = row.both.replace("{folder}", "DIR")
     for name, flags in SETUPS.items():
         both = both.replace(flags, name)
@@ -199,7 +199,7 @@ def shown(row: Tried) -> str:
 
 
 def test_the_page_shows_the_lists() -> None:
-    """To write them anew: PYTHONPATH=tests/unit:tests .venv/bin/python tests/unit/megatron/test_unsupported.py"""
+    """To rewrite them: PYTHONPATH=tests/unit:tests .venv/bin/python tests/unit/megatron/test_unsupported.py"""
     page = PAGE.read_text(encoding="utf-8")
     assert page[page.index("## Refused") :] == lists_of_the_page() + "\n"
 

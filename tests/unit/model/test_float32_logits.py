@@ -1,4 +1,4 @@
-"""Comparisons of logits multiply in float32, whatever TF32 was allowed before. The settings need no GPU."""
+"""Comparisons of logits multiply in float32, whether or not TF32 was allowed before. The settings need no GPU."""
 
 import os
 import subprocess

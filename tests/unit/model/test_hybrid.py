@@ -1,4 +1,4 @@
-"""model/hybrid.py: a hybrid with a GPT's weights is that GPT, and ours is Megatron's own hybrid with its own MTP."""
+"""model/hybrid.py: a hybrid with a GPT's weights equals the GPT, and ours equals Megatron's hybrid with its own MTP."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -87,7 +87,7 @@ def test_without_an_objective_a_hybrid_has_logits_and_a_loss() -> None:
 # --- against Megatron ------------------------------------------------------------------------------------------------
 
 DOUBLE = {"params_dtype": torch.float64}
-"""Sums of decays lose up to 1e-5 of a gradient in float32."""
+"""In float32, sums of decays lose up to 1e-5 of a gradient."""
 
 PATTERNS = ("M-*-/*-", "M-M-/M-/M-", "G-*E/GE", "GM*-/*-/*-", "M+-/M+")
 
@@ -170,9 +170,9 @@ def test_megatrons_own_mamba_layers_are_told_the_documents(
 
 
 def test_with_te_queries_and_keys_have_the_norms_of_a_gpt() -> None:
-    """Megatron's own spec leaves them out whatever --qk-layernorm says; TE itself may be missing here."""
+    """Regression: Megatron's own spec omits them regardless of --qk-layernorm; TE itself may be missing here."""
     config = transformer_config(None, qk_layernorm=True)
-    config.transformer_impl = "transformer_engine"  # which without TE cannot be asked for
+    config.transformer_impl = "transformer_engine"  # cannot be requested without TE
     parts = stack_spec(config).submodules
     attention = parts.attention_layer.submodules.self_attention.submodules
     latent = parts.mla_layer.submodules.self_attention.submodules

@@ -1,4 +1,4 @@
-"""Checkpoints of hybrids: what is loaded into which layers, and what verbs say of them."""
+"""Checkpoints of hybrids: which layers are loaded, and what verbs report about them."""
 
 import re
 import sys
@@ -31,7 +31,7 @@ TINY = (
 
 
 def stored(folder: Path, flags: str, pattern: str | None = None) -> Path:
-    """A checkpoint of new weights, as if a run had left it."""
+    """Return a checkpoint of new weights, as a run would leave it."""
     args = parsed([*TINY.split(), *flags.split()], 99)
     args.hybrid_layer_pattern = pattern
     model = build(config_of(completed(args)))
@@ -43,7 +43,7 @@ RUN = "--micro-batch-size 1 --train-iters 1 --eval-interval 1 --lr 1e-3 --tokeni
 
 
 def parsed_run(flags: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Namespace, MTPModelConfig]:
-    """The arguments and the model of a command line, on a CPU."""
+    """Return the arguments and the model configuration of a command line, on a CPU."""
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *flags.split()])
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
@@ -107,7 +107,7 @@ def test_a_gpt_with_depths_is_converted_before_it_is_loaded_into_a_pattern(
 def test_a_gpt_is_not_loaded_into_a_pattern_of_another_number_of_layers(
     pattern: str, says: str, trunk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Megatron can load one without depths, and says what is wrong after the model is built."""
+    """Megatron can load one without MTP layers, and reports what is wrong only after the model is built."""
     said = refusal(f"{ROPE} {MOCK} {PATTERN} {pattern} --load {trunk}", monkeypatch, capsys)
     assert f"--load {trunk} holds a GPT of 2 layers" in said
     assert says in said
@@ -143,7 +143,7 @@ def test_another_number_of_depths_than_the_checkpoints_is_never_overlooked(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Megatron's --use-checkpoint-args takes the checkpoint's number, whatever the flag says."""
+    """Megatron's --use-checkpoint-args takes the checkpoint's number, whatever the flag is."""
     folder = request.getfixturevalue(checkpoint)
     flags = f"{RUN} {MOCK} --use-checkpoint-args --load {folder} --mtp-num-layers {depths}"
     if says is None:
@@ -175,7 +175,7 @@ def test_a_plan_to_load_changes_no_argument(trunk: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("init", ["random", "last-layer"])
 def test_attached_depths_are_in_the_pattern_too(init: str, hybrid: Path, tmp_path: Path) -> None:
-    """A depth is the trunk's last attention and its last MLP, whose weights `last-layer` copies."""
+    """An MTP layer is the trunk's last attention and its last MLP, whose weights `last-layer` copies."""
     none, new = tmp_path / "none", tmp_path / "new"
     assert cli.main(["convert", "drop-mtp", str(hybrid), str(none)]) == 0
     attach = ["convert", "attach-mtp", str(none), str(new), "--mtp-num-layers", "2", "--mtp-init", init]

@@ -1,4 +1,4 @@
-"""Depths that a checkpoint lacks: the last layer's copy starts as one more step of the trunk."""
+"""MTP layers that a checkpoint lacks: a copy of the last layer starts as one more layer of the trunk."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -73,7 +73,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 def test_random_is_what_megatron_gives_a_new_model(kind: dict[str, Any]) -> None:
-    """Norms and biases are the same; matrices have the same mean and deviation."""
+    """Norms and biases are equal; matrices have the same mean and standard deviation."""
     model, new = our_model(2, **kind), built(2, **kind)
     filled = fill_absent_layers(without_layer(model, 1), model.state_dict(), model.mtp, (1,), "random", 7)
     for name, parameter in new.named_parameters():
@@ -89,7 +89,7 @@ def test_random_is_what_megatron_gives_a_new_model(kind: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "glm4_moe"])
 def test_a_run_and_a_conversion_draw_the_same_depths(family: str, tmp_path: Path) -> None:
-    """attach-mtp knew neither the smaller deviation of what writes to the residual stream nor norms of 1."""
+    """Regression: attach-mtp used neither the smaller deviation of residual projections nor norms of 1."""
     hf_to_mcore(hf_models.make(tmp_path / "hf", family, 0), tmp_path / "trunk", QUIET)
     plan_attaching(tmp_path / "trunk", 2, Init("random", 7)).write(tmp_path / "attached", QUIET)
     attached = load_model(tmp_path / "attached")
@@ -101,7 +101,7 @@ def test_a_run_and_a_conversion_draw_the_same_depths(family: str, tmp_path: Path
 
 
 def built(depths: int, **kind: Any) -> GPTModel:
-    """As Megatron initializes it."""
+    """Return a model that Megatron initializes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(megatron_single, "randomize", lambda _: None)
         return our_model(depths, **kind)
@@ -130,7 +130,7 @@ def test_random_does_not_depend_on_how_a_tensor_is_cut(key: str, shape: tuple[in
 
 
 def test_random_has_no_rule_for_what_it_does_not_know(model: GPTModel) -> None:
-    """A run says so before it starts, as attach-mtp does."""
+    """A run reports it before it starts, as attach-mtp does."""
     assert RandomWeights(7, 0.02, 4).draw("mtp.layers.0.transformer_layer.self_attention.decay", (4,)) is None
     model.mtp.layers[0].decay = torch.nn.Parameter(torch.ones(4))
     with pytest.raises(ValueError, match=r"random cannot draw 'mtp.layers.0.decay'; give --mtp-init"):
@@ -182,12 +182,12 @@ MANY = {
     "linear_key_head_dim": 1,
     "linear_value_head_dim": 1,
 }
-"""Heads for a distribution."""
+"""Enough heads to compare distributions."""
 
 
 @pytest.mark.parametrize("pattern", ["M-/M-", "G-/G-"])
 def test_random_draws_recurrent_layers_as_megatron_does(pattern: str, megatron: None) -> None:
-    """Each tensor has Megatron's distribution: no point of theirs is farther than 0.12 from ours."""
+    """Each tensor has Megatron's distribution: its CDF differs by at most 0.12 from ours."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hybrid_single, "randomize", lambda _: None)
         made = our_hybrid(pattern, layernorm_zero_centered_gamma=True, **MANY)
@@ -227,12 +227,12 @@ BEGUN: dict[str, Callable[[], Any]] = {
     "domino": partial(drafter, "domino", (1, 3), **BLOCK, drafter_gru_size=10),
     "peagle, vocabulary": partial(drafter, "peagle", (1, 2, 3), DRAFTED, drafter_num_layers=2, drafter_mask_token=7),
 }
-"""Every kind of draft head, and each of its optional parts in one of them."""
+"""Every kind of drafter and MTP layer, and each of its optional parts in one of them."""
 
 
 @pytest.mark.parametrize("kind", BEGUN)
 def test_every_kind_of_head_begins_from_a_trunk_alone(kind: str, megatron: None) -> None:
-    """Loading fills each weight by its name, whatever a rank has initialized it as; else it depends on the layout."""
+    """Loading fills each weight by name, whatever a rank initialized; otherwise it would depend on the layout."""
     made, found = BEGUN[kind](), []
     trunk = {name: value for name, value in made.state_dict().items() if not name.startswith("mtp.")}
     made.mtp_attached._heads.plans = (replace(made.mtp_attached._heads.plans[0], absent=(0,)),)

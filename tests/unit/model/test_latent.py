@@ -1,4 +1,4 @@
-"""Latent attention whose queries are not compressed, as DeepSeek-V2-Lite's and Moonlight's, against transformers."""
+"""Latent attention with uncompressed queries, as in DeepSeek-V2-Lite and Moonlight, against transformers."""
 
 from pathlib import Path
 

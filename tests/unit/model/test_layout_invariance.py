@@ -1,8 +1,8 @@
-"""With --calculate-per-token-loss the gradient of a global batch is the same however the batch is cut.
+"""With --calculate-per-token-loss the gradient of a global batch does not depend on how the batch is split.
 
-Masks, documents and cuts are random; a cut deals rows out to microbatches and data-parallel ranks (both add up sums and
-tokens in the same way) and each sequence to context-parallel ranks. Megatron's arithmetic around the loss is that of
-its schedule: scalars of all parts are added up and divided by the tokens of all parts.
+Masks, documents and splits are random; a split assigns rows to microbatches and data-parallel ranks (both add up sums
+and tokens in the same way) and parts of each sequence to context-parallel ranks. Around the loss, the arithmetic is
+that of Megatron's schedule: scalars of all parts are added up and divided by the tokens of all parts.
 """
 
 from collections.abc import Callable
@@ -30,12 +30,12 @@ ROWS, LENGTH, DEPTHS, HIDDEN, VOCABULARY, LAMBDA = 4, 8, 2, 3, 5, 0.3
 
 @dataclass(frozen=True)
 class Cut:
-    """A global batch and how it is cut.
+    """A global batch and how it is split.
 
     Attributes:
-        mask, is_end: of every slot; a document ends where `is_end` says so.
-        rows: how many rows each microbatch has.
-        ranks: context-parallel ranks.
+        mask, is_end: for every slot; a document ends where `is_end` is set.
+        rows: number of rows per microbatch.
+        ranks: number of context-parallel ranks.
     """
 
     mask: list[list[bool]]
@@ -63,11 +63,11 @@ CUTS = strategies.builds(
 
 
 Parts = list[tuple[Tensor, Tensor]]
-"""The scalar that goes to Megatron's schedule and the tokens with it, of every context-parallel rank."""
+"""For every context-parallel rank: the scalar for Megatron's schedule, and its tokens."""
 
 
 def leaves() -> list[Tensor]:
-    """Hidden states of trunk and depths, [S, B, H] each, and the head's weight."""
+    """Return hidden states of trunk and MTP layers, [S, B, H] each, and the head's weight."""
     generator = torch.Generator().manual_seed(8)
     shapes = [(LENGTH, ROWS, HIDDEN)] * (1 + DEPTHS) + [(VOCABULARY, HIDDEN)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
@@ -82,7 +82,7 @@ def token_losses(labels: Tensor, logits_SBV: Tensor) -> Tensor:
 
 
 def gradients(cut: Cut, parts_of: Callable[[Cut, slice, list[Tensor], Tensor], Parts]) -> list[Tensor]:
-    """Of the global batch, with respect to `leaves`."""
+    """Return gradients of the global batch with respect to `leaves`."""
     *hidden, weight = inputs = leaves()
     total, tokens = torch.zeros((), dtype=torch.float64), torch.zeros(())
     for start, end in pairwise(accumulate(cut.rows, initial=0)):
@@ -109,7 +109,7 @@ def ours(cut: Cut, rows: slice, hidden: list[Tensor], weight: Tensor) -> Parts:
 
 
 def megatrons_own(cut: Cut, rows: slice, hidden: list[Tensor], weight: Tensor) -> Parts:
-    """Of whole rows without documents: what is left when everything else is cut as little as it can be."""
+    """Return the parts for whole rows without documents: the least splitting possible."""
     labels, mask_BS = labels_BS()[rows], torch.tensor(cut.mask)[rows].float()
     trunk = process_mtp_loss(
         torch.cat(hidden),
@@ -138,8 +138,9 @@ def test_the_gradient_of_a_global_batch_does_not_depend_on_its_cut(cut: Cut) -> 
 
 @pytest.mark.matrix
 def test_with_megatrons_own_depths_it_depends_on_it() -> None:
-    """Megatron-core 0.19.2 divides by each microbatch's own count; without this the property might be one that holds
-    of anything."""
+    """Megatron-core 0.19.2 divides by each microbatch's own count; without this test, the property might hold
+    trivially.
+    """
     settings = hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
     counterexample = hypothesis.find(CUTS, lambda cut: differs(cut, megatrons_own), settings=settings)
     assert len(counterexample.rows) > 1

@@ -1,7 +1,7 @@
-"""The hook that Megatron's `DynamicInferenceEngine` calls to draft, on our depths.
+"""The hook that Megatron's `DynamicInferenceEngine` calls to draft, on our MTP layers.
 
-The controller's own `_compute_serial_mtp_and_sample` and Megatron's own `compute_mtp_single_step` run here, on a
-stand-in of the engine's state: the engine itself needs a GPU. Values are compared with a plain transformer layer.
+The controller's `_compute_serial_mtp_and_sample` and Megatron's `compute_mtp_single_step` run here on a stand-in for
+the engine's state, since the engine itself needs a GPU. Values are compared with a plain transformer layer.
 """
 
 from types import SimpleNamespace
@@ -24,21 +24,21 @@ EPSILON = 1e-5
 
 
 def requests(count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """States [N, 1, H], tokens [1, N] and positions [1, N] of so many requests."""
+    """Return states [N, 1, H], tokens [1, N] and positions [1, N] of so many requests."""
     generator = torch.Generator().manual_seed(3)
     states_NBH = torch.randn(count, 1, WIDTH, generator=generator)
     return states_NBH, torch.arange(5, 5 + count).unsqueeze(0), torch.arange(7, 7 + count).unsqueeze(0)
 
 
 def plain_depth(layer: Any, state_H: Tensor, embedded_H: Tensor) -> Tensor:
-    """One position without others, by plain products: attention over one key returns its value."""
+    """Compute a single position with plain products: attention over one key returns its value."""
 
     def norm(module: Any, hidden_H: Tensor) -> Tensor:
         return rms_norm(hidden_H, (WIDTH,), module.weight, EPSILON)
 
     both_2H = torch.cat([norm(layer.enorm, embedded_H), norm(layer.hnorm, state_H)])
     hidden_H, inner = linear(both_2H, layer.eh_proj.weight), layer.tf_layer
-    groups, channels = 2, WIDTH // 4  # rows of linear_qkv: per group two heads of queries, one of keys, one of values
+    groups, channels = 2, WIDTH // 4  # rows of linear_qkv, per group: two heads of queries, one of keys, one of values
     projected = linear(norm(inner.input_layernorm, hidden_H), inner.self_attention.linear_qkv.weight)
     value_GC = projected.view(groups, 4, channels)[:, 3]
     attended_H = value_GC.repeat_interleave(2, dim=0).flatten()
@@ -76,7 +76,9 @@ def test_neighbors_change_nothing(changes: dict[str, Any]) -> None:
 
 
 def controller(model: GPTModel, states_SBH: Tensor, tokens: list[int], last: list[int], count: int) -> Any:
-    """What the controller reads and writes where it drafts `count` tokens for requests whose last rows are `last`."""
+    """Return what the controller reads and writes when it drafts `count` tokens for requests whose last rows are
+    `last`.
+    """
     context = SimpleNamespace(
         total_request_count=len(last),
         paused_request_count=0,
@@ -105,7 +107,7 @@ def controller(model: GPTModel, states_SBH: Tensor, tokens: list[int], last: lis
 @pytest.mark.parametrize("repeated", [False, True])
 @torch.no_grad()
 def test_megatrons_controller_drafts_each_from_the_state_and_the_draft_before(repeated: bool) -> None:
-    """Its own code: base token and state in, drafts out, compared with plain depths that stand alone."""
+    """Megatron's own code: base token and state in, drafts out, compared with isolated plain layers."""
     model = our_model(2, mtp_use_repeated_layer=repeated).eval()
     states_SBH, tokens, last = torch.randn(9, 1, WIDTH), [2, 4], [5, 2]
     state = controller(model, states_SBH, tokens, last, count=2)
@@ -123,7 +125,7 @@ def test_megatrons_controller_drafts_each_from_the_state_and_the_draft_before(re
 
 @torch.no_grad()
 def test_the_trunk_keeps_its_states_for_the_controller() -> None:
-    """And returns the logits of the last tokens alone, as Megatron's GPT does."""
+    """And it returns only the logits of the last tokens, as Megatron's GPT does."""
     model = our_model(2).eval()
     context = SimpleNamespace(
         is_dynamic_batching=lambda: True,

@@ -1,7 +1,7 @@
-"""Our depths against Megatron's own MTP and against plain torch: same weights and batch, losses and every gradient.
+"""Our MTP layers against Megatron's own and against plain torch: same weights and batch, losses and every gradient.
 
-Router losses: Megatron's depths let shifted-in slots take part in routing, ours mask them. The two are compared with
-our mask taken away; what the mask does is tested by itself.
+Router losses: Megatron routes shifted-in slots, ours masks them. The two are compared without our mask; the mask is
+tested separately.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_atte
 from megatron_mtp.data.batch import DepthBatch
 
 TOLERANCE = 1e-5
-"""Of float32: the largest difference of a tensor over its largest value."""
+"""For float32: the largest difference in a tensor relative to its largest value."""
 
 HIDDEN, HEADS, GROUPS = 32, 4, 2
 
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 
 def pair(depths: int, tied: bool = False, **changes: Any) -> tuple[GPTModel, GPTModel]:
-    """Ours and Megatron's, with the same weights."""
+    """Return our model and Megatron's, with the same weights."""
     ours, theirs = our_model(depths, tied, **changes), megatron_model(depths, tied, **changes)
     copy_weights(ours, theirs)
     return ours, theirs
@@ -108,7 +108,7 @@ def test_same_as_megatron_with_router_losses(
     repeated: bool, aux: dict[str, Any], record_property: Callable[..., None]
 ) -> None:
     batch = make_batch(2)
-    inside_DBS = torch.ones_like(batch["depths"].inside_DBS)  # Megatron's depths know no shifted-in slots
+    inside_DBS = torch.ones_like(batch["depths"].inside_DBS)  # Megatron's MTP layers have no notion of shifted-in slots
     ours, theirs = pair(2, mtp_use_repeated_layer=repeated, **{**MOE, **aux})
     assert_parity(ours, theirs, batch, record_property, inside_DBS=inside_DBS)
 
@@ -128,7 +128,7 @@ def test_same_as_megatron_per_token_where_no_depth_loses_a_token() -> None:
 
 
 def test_an_empty_mask_gives_gradients_of_zero() -> None:
-    """All slots masked; then all but a first one: the trunk has a label there, no depth has it."""
+    """All slots masked; then all but the first: the trunk has a label there, no depth has."""
     only_first_BS = torch.zeros(ROWS, LENGTH)
     only_first_BS[0, 0] = 1
     for mask_BS, trunk_learns in ((torch.zeros(ROWS, LENGTH), False), (only_first_BS, True)):
@@ -201,10 +201,10 @@ def plain_norm(p: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 
 def plain_layer(p: dict[str, Tensor], name: str, x_BSH: Tensor) -> Tensor:
-    """A pre-norm transformer layer: grouped-query causal attention without positions, then SwiGLU."""
+    """Compute a pre-norm transformer layer: causal grouped-query attention without positions, then SwiGLU."""
     rows, slots, _ = x_BSH.shape
     normed = plain_norm(p, f"{name}.input_layernorm", x_BSH)
-    # Megatron keeps the projections by group: the group's queries, its key, its value.
+    # Megatron stores the projections by group: the group's queries, its key, its value.
     qkv = (normed @ p[f"{name}.self_attention.linear_qkv.weight"].T).view(rows, slots, GROUPS, HEADS // GROUPS + 2, -1)
     query = qkv[:, :, :, :-2].flatten(2, 3).transpose(1, 2)
     key, value = (qkv[:, :, :, part].repeat_interleave(HEADS // GROUPS, dim=2).transpose(1, 2) for part in (-2, -1))
@@ -217,8 +217,9 @@ def plain_layer(p: dict[str, Tensor], name: str, x_BSH: Tensor) -> Tensor:
 def plain_losses(
     p: dict[str, Tensor], batch: dict[str, Any], depths: int, sequential: bool, vocabulary: int | None = None
 ) -> Tensor:
-    """Mean losses of the trunk and of every depth, [1 + D], straight from their definition; the head's rows after
-    those of the vocabulary do not exist here."""
+    """Return mean losses of the trunk and of every depth, [1 + D], from their definition, without padding rows of the
+    head.
+    """
     tokens, labels, mask = batch["tokens"], batch["labels"], batch["loss_mask"]
     embed = p["embedding.word_embeddings.weight"]
     hidden = embed[tokens]
@@ -267,7 +268,7 @@ def test_same_as_plain_torch(architecture: str, depths: int, record_property: Ca
 
 
 TOKENS = 83
-"""Of 96 rows."""
+"""Tokens in a vocabulary of 96 rows."""
 PATHS: dict[str, dict[str, Any]] = {
     "usual": {},
     "chunked trunk": {"linear_main": True},
@@ -277,7 +278,9 @@ PATHS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
 def test_rows_that_pad_the_vocabulary_take_no_part_in_any_loss(path: dict[str, Any]) -> None:
-    """They did in the trunk's softmax and in the depths', so that losses depended on their number, and that on TP."""
+    """Regression: padding rows took part in the softmax of trunk and MTP layers, so losses depended on their number and
+    on TP.
+    """
     objective = {name: value for name, value in path.items() if name == "linear_main"}
     model = our_model(2, position="none", tokens=TOKENS, **{name: path[name] for name in path if name not in objective})
     whole = make_batch(2, tokens=TOKENS)
@@ -303,7 +306,7 @@ def test_without_an_objective_padding_takes_no_part_either() -> None:
     assert relative_difference(model(*arguments, labels=whole["labels"]).flatten(), expected) <= TOLERANCE
 
 
-# --- routers leave out the slots that were shifted in ----------------------------------------------------------------
+# --- routers skip slots that were shifted in --------------------------------------------------------------------------
 
 
 def test_routers_of_a_depth_are_told_which_positions_were_shifted_in() -> None:
@@ -317,7 +320,7 @@ def test_routers_of_a_depth_are_told_which_positions_were_shifted_in() -> None:
 
 
 def test_a_router_loss_does_not_see_what_was_shifted_in() -> None:
-    """Depth 1 ends one slot early: the router's gradient of its balancing loss alone is zero at the last slot."""
+    """Depth 1 ends one slot early: the router's gradient of only its balancing loss is zero at the last slot."""
     model = our_model(1, **{**MOE, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0})
     router = model.mtp.layers[0].tf_layer.mlp.router
     inputs_SBH: list[Tensor] = []
@@ -329,7 +332,7 @@ def test_a_router_loss_does_not_see_what_was_shifted_in() -> None:
     router.register_forward_pre_hook(keep)
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0).cuda())
     output = forward_ours(model, make_batch(1), factor=0.0)
-    (output.loss - output.main.total).backward()  # 0; the balancing loss comes by itself
+    (output.loss - output.main.total).backward()  # 0; only the balancing loss remains
     seen_S = inputs_SBH[0].grad.abs().sum(dim=(1, 2)) > 0
     assert seen_S.tolist() == [True] * (LENGTH - 1) + [False]
 

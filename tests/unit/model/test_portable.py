@@ -1,4 +1,4 @@
-"""model/{norms,specs}.py: norms as a plain formula has them, and specs with our modules in Megatron's places."""
+"""model/{norms,specs}.py: norms against a plain formula, and specs with our modules in place of Megatron's."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def test_weights_say_whether_their_gradients_are_parts(sequence_parallel: bool) 
 
 
 def modules_in(spec: Any) -> list[Any]:
-    """Every module that a spec names."""
+    """Return every module in a spec."""
     if not isinstance(spec, ModuleSpec):
         return [spec]
     return [spec.module, *(found for part in vars(spec.submodules).values() for found in modules_in(part))]

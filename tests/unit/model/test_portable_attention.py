@@ -1,4 +1,4 @@
-"""model/attention.py: attention as a plain loop over documents, heads and slots has it, values and gradients.
+"""model/attention.py: attention against a plain loop over documents, heads and slots, values and gradients.
 
 Context parallelism needs several processes: tests/functional/test_layouts.py.
 """
@@ -26,7 +26,9 @@ def attention(causal: bool = True, **changes: Any) -> PortableAttention:
 
 
 def tensors(*shape: int, value_channels: int = CHANNELS, keys: int | None = None) -> list[Tensor]:
-    """Query, key and value with these leading dimensions; `keys` is another first dimension for the latter two."""
+    """Return query, key and value with these leading dimensions; `keys` sets a different first dimension for the latter
+    two.
+    """
     generator = torch.Generator().manual_seed(3)
     others = shape if keys is None else (keys, *shape[1:])
     shapes = [(*shape, HEADS, CHANNELS), (*others, GROUPS, CHANNELS), (*others, GROUPS, value_channels)]
@@ -34,7 +36,7 @@ def tensors(*shape: int, value_channels: int = CHANNELS, keys: int | None = None
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-    """softmax(Q K^T / sqrt(C)) V by a loop over batch and heads; `visible` [B, S, keys]; returns [S, B, N * C]."""
+    """Return softmax(Q K^T / sqrt(C)) V [B, S, N * C] by a loop over batch and heads; `visible` is [B, S, keys]."""
     rows = []
     for row in range(query.size(1)):
         heads = []
@@ -59,7 +61,7 @@ def assert_same(ours: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
 
 
 def causal(queries: int, keys: int) -> Tensor:
-    """[B, queries, keys]; the queries are the last of the keys."""
+    """Return a mask [B, queries, keys]; the queries are the last of the keys."""
     return torch.ones(queries, keys, dtype=torch.bool, device="cuda").tril(keys - queries).expand(ROWS, -1, -1)
 
 
@@ -83,7 +85,7 @@ def test_a_layer_that_is_not_causal() -> None:
 def test_a_mask_of_its_own_for_every_row() -> None:
     inputs = tensors(LENGTH, ROWS)
     visible = causal(LENGTH, LENGTH).clone()
-    visible[0, 5:, :5] = visible[1, 9:, :9] = False  # two documents each, as --reset-attention-mask makes them
+    visible[0, 5:, :5] = visible[1, 9:, :9] = False  # two documents each, as with --reset-attention-mask
     assert_same(attention()(*inputs, ~visible.unsqueeze(1)), plain(*inputs, visible), inputs)
 
 
@@ -134,7 +136,7 @@ def test_a_bias_is_refused() -> None:
 
 
 def with_a_sink(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, offset_N: Tensor) -> Tensor:
-    """As `plain`, where every head's weights are a softmax over its scores and its sink's."""
+    """Like `plain`, with a softmax over each head's scores and its sink."""
     rows = []
     for row in range(query.size(1)):
         heads = []

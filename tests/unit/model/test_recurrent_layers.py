@@ -1,4 +1,4 @@
-"""model/recurrent.py: against recurrences position by position, and against transformers.
+"""model/recurrent.py: against recurrences computed position by position, and against transformers.
 
 Tensor and context parallelism need several processes: tests/functional/test_layouts.py.
 """
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 ROWS, HEADS, GROUPS, CHANNELS, STATE, CHUNK = 2, 4, 2, 3, 5, 4
 TOLERANCE = 1e-5
-"""Of float32: the largest difference of a tensor over its largest value."""
+"""For float32: the largest difference in a tensor relative to its largest value."""
 
 LENGTHS = {"one chunk": 3, "whole chunks": 8, "a part of a chunk": 11}
 DOCUMENTS = {
@@ -56,7 +56,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def assert_same(ours: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
-    """Values within 1e-9, gradients within 1e-8."""
+    """Check values to 1e-9 and gradients to 1e-8."""
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
     upstream = draw(*ours.shape, seed=7)
     gradients = (torch.autograd.grad((each * upstream).sum(), inputs) for each in (ours, expected))
@@ -65,7 +65,7 @@ def assert_same(ours: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
 
 
 def starts(document_BL: Tensor, row: int, position: int) -> bool:
-    """Whether a document begins here: the state before it is 0."""
+    """Return whether a document starts here, so that the previous state is 0."""
     own = document_BL[row % document_BL.size(0)]
     return position == 0 or bool(own[position] != own[position - 1])
 
@@ -126,7 +126,7 @@ def test_the_delta_rule_is_the_recurrence(length: int, kind: str) -> None:
 
 @pytest.mark.parametrize("rule", ["scan", "delta rule"])
 def test_strong_decays_over_long_chunks_have_finite_gradients(rule: str) -> None:
-    """exp of the difference of two sums, one way round of which is beyond float32."""
+    """A decay is the exponential of a difference of two sums; with the opposite sign it overflows float32."""
     dt = torch.full((1, 64, 1), 50.0).cuda().requires_grad_()
     values, document_1L = torch.ones(1, 64, 1, 2).cuda(), documents("one document", 1).expand(1, 64)
     if rule == "scan":
@@ -154,7 +154,7 @@ def test_the_convolution_sees_nothing_of_the_document_before() -> None:
 
 
 def test_ranks_that_share_a_group_are_neighbors() -> None:
-    """Heads are cut over four ranks, and two groups of two columns over pairs of them."""
+    """Heads are split over four ranks, and two groups of two columns over pairs of them."""
     heads, groups = columns_of_ranks([4, 4], 4, (1, 2))
     assert heads.tolist() == [[0], [1], [2], [3]]
     assert groups.tolist() == [[4, 5], [4, 5], [6, 7], [6, 7]]
@@ -192,7 +192,7 @@ MODULES: dict[str, Callable[[], torch.nn.Module]] = {"mamba": mamba, "delta": de
 @pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES.keys())
 def test_a_packed_row_is_its_documents_one_by_one(make: Callable[[], torch.nn.Module], padded: bool) -> None:
-    """Padding belongs to the document before it."""
+    """Padding belongs to the preceding document."""
     layer, hidden_SBH = make(), draw(150, 1, 32, seed=3).float()
     held = torch.tensor([0, 4, 5, 80, 150], dtype=torch.int32).cuda()
     offsets = torch.tensor([0, 3, 4, 70, 130], dtype=torch.int32).cuda() if padded else held
@@ -209,7 +209,7 @@ def test_a_cache_is_refused_in_one_sentence(make: Callable[[], torch.nn.Module])
 
 
 def test_mamba_is_that_of_transformers() -> None:
-    """NemotronH keeps dt above a limit, which Megatron's own layer does not: it is 0 here."""
+    """NemotronH has a lower limit for dt, which Megatron's own layer has not: it is 0 here."""
     config = NemotronHConfig(
         vocab_size=32, hidden_size=32, mamba_num_heads=8, mamba_head_dim=4, n_groups=2, ssm_state_size=6, conv_kernel=4,
         chunk_size=16, time_step_min=0.0, layer_norm_epsilon=1e-5, layers_block_type=["mamba"],
@@ -223,7 +223,7 @@ def test_mamba_is_that_of_transformers() -> None:
 
 
 def test_gated_delta_net_is_that_of_transformers() -> None:
-    """Qwen3-Next keeps its projections by key head, Megatron one after another."""
+    """Qwen3-Next stores its projections by key head, Megatron one after another."""
     config = Qwen3NextConfig(
         vocab_size=32, hidden_size=32, num_hidden_layers=1, linear_num_key_heads=2, linear_num_value_heads=4,
         linear_key_head_dim=6, linear_value_head_dim=4, linear_conv_kernel_dim=4, layer_types=["linear_attention"],

@@ -1,4 +1,4 @@
-"""model/ring.py in one process: a softmax in parts and tiles against one softmax (ranks: test_ring_ranks.py)."""
+"""model/ring.py in one process: a softmax in parts and tiles against a single softmax (ranks: test_ring_ranks.py)."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def inputs(dtype: torch.dtype = torch.float64) -> Inputs:
 
 
 def reach(window: tuple[int, int] | None = None) -> ring.Reach:
-    """Two documents."""
+    """Return the reach for two documents."""
     own = torch.arange(POSITIONS)
     return ring.reach_of(torch.tensor([0, 6, POSITIONS]), own.unsqueeze(0), own, ALONE).within(own, window)
 
@@ -45,7 +45,7 @@ def at_once(query: Tensor, key: Tensor, value: Tensor, seen: ring.Reach) -> ring
 
 
 def gradients(part: Callable[..., ring.Part], given: Inputs, *others: Any) -> tuple[ring.Part, Inputs]:
-    """Of a sum that weighs outputs and logarithms."""
+    """Return gradients of a weighted sum of outputs and logsumexp values."""
     out, log = part(*given, *others)
     weights = torch.linspace(-1, 1, out.numel()).view_as(out), torch.linspace(1, 2, log.numel()).view_as(log)
     return (out, log), torch.autograd.grad((out * weights[0]).sum() + (log * weights[1]).sum(), given)
@@ -59,7 +59,7 @@ def test_tiles_make_one_softmax_and_its_gradients(window: tuple[int, int] | None
 
 
 def test_two_parts_join_to_the_softmax_over_both() -> None:
-    """The keys before a position by ring, and the others at once; the first query sees none of the former."""
+    """Keys before a position go through the ring, the others at once; the first query attends to none of the former."""
     given, whole = inputs(), reach()
     first = ring.Reach(whole.first_S, whole.last_S.clamp(max=3), whole.positions_RW, ALONE)
     second = ring.Reach(whole.first_S.clamp(min=4), whole.last_S, whole.positions_RW, ALONE)
@@ -74,7 +74,7 @@ def test_two_parts_join_to_the_softmax_over_both() -> None:
 
 
 def test_half_precision_is_summed_up_in_float32() -> None:
-    """Outputs and gradients are as near to those of float64 as the inputs' rounding is."""
+    """Outputs and gradients are as close to float64 as the inputs' rounding allows."""
     given = inputs(torch.bfloat16)
     exact = tuple(each.detach().double().requires_grad_() for each in given)
     (out, log), found = gradients(ring.ring_attention, given, reach(), SCALE)
@@ -85,7 +85,7 @@ def test_half_precision_is_summed_up_in_float32() -> None:
 
 
 def test_a_rank_keeps_its_own_keys_alone_for_the_backward_pass() -> None:
-    """And no scores, of which there are as many as queries times keys."""
+    """And no scores, of which there are queries times keys."""
     kept, given = list[int](), inputs()
 
     def keep(tensor: Tensor) -> Tensor:

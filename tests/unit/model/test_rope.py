@@ -1,4 +1,4 @@
-"""model/rope.py: Megatron's rotary modules at positions of one's own."""
+"""model/rope.py: Megatron's rotary modules at custom positions."""
 
 from collections.abc import Callable
 

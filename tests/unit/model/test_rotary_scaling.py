@@ -1,4 +1,4 @@
-"""Models whose positions are scaled, as Llama 3.1's and DeepSeek-V3's: transformers computes their exports alike."""
+"""Models with scaled positions, such as Llama 3.1 and DeepSeek-V3: transformers agrees on their exports."""
 
 import json
 from pathlib import Path
@@ -38,10 +38,10 @@ WIDE_YARN = {
     "truncate": False,
     "original_max_position_embeddings": 32,
 }
-"""Outside of latent attention, where the range of channels need not be rounded; gpt-oss' but for the positions."""
+"""YaRN without latent attention, where the channel range need not be rounded; as in gpt-oss, with fewer positions."""
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 LENGTH = 100
-"""Of 128: so far from the start, logits without the scaling are seen to differ."""
+"""Prompt length, of 128 positions: long enough for logits without the scaling to differ."""
 CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "llama3 with depths": ("glm4_moe", "llama", 0, LLAMA3),
     "llama3 with MiMo's depths": ("mimo", "llama", 0, LLAMA3),
@@ -53,14 +53,14 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "linear": ("qwen2", "qwen2", 0, LINEAR),
     "linear with depths": ("glm4_moe", "llama", 0, LINEAR),
 }
-"""The family of the export, the model, its depths and its positions."""
+"""The export's family, the model, its MTP layers and its positions."""
 
 
 def published(folder: Path, name: str, depths: int, rope: dict[str, Any]) -> Path:
     make(folder, name, depths)
     keys = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**keys, "rope_parameters": rope, "rope_theta": 10000.0}))
-    (folder / "tokenizer.json").unlink()  # which is not a tokenizer
+    (folder / "tokenizer.json").unlink()  # it is not a tokenizer
     return folder
 
 
@@ -94,11 +94,11 @@ SETTINGS = {
     "--rotary-seq-len-interpolation-factor 4": 100,
     "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 32": 100,
 }
-"""Megatron's rotary settings outside of latent attention, and slots on which each one shows."""
+"""Megatron's rotary settings without latent attention, and slots where each takes effect."""
 
 
 def checkpoint(folder: Path, setting: str) -> Path:
-    """A checkpoint as training leaves it; the weights are always the same."""
+    """Return a checkpoint as training leaves it, always with the same weights."""
     args = parsed([*TINY.split(), *setting.split()], 100)
     made = build(config_of(completed(args)))
     randomize(made)

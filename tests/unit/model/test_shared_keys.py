@@ -1,7 +1,7 @@
-"""model/shared_keys.py: what a later pass sees, by a plain loop; how models with it draft and are stored.
+"""model/shared_keys.py: what a later pass attends to, by a plain loop; how models with it draft and are stored.
 
-That drafts are the training forward's is tested in test_drafting.py, packed rows in test_packed.py, and layouts in
-tests/functional/test_layouts.py.
+test_drafting.py tests that drafts match the training forward pass, test_packed.py packed rows, and
+tests/functional/test_layouts.py layouts.
 """
 
 from argparse import Namespace
@@ -23,9 +23,9 @@ LENGTH, ROWS, HEADS, GROUPS, CHANNELS, PASSES = 6, 2, 4, 2, 8, 4
 
 
 def plain(query: Tensor, passes: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The newest pass by a loop over rows, heads and positions, [S, B, N * C].
+    """Return the newest pass by a loop over rows, heads and positions, [S, B, N * C].
 
-    Position 2 of pass 3 sees pass 1 at 0, 1 and 2, pass 2 at 2, and itself.
+    Position 2 of pass 3 attends to pass 1 at 0, 1 and 2, to pass 2 at 2, and to itself.
     """
     attended = torch.zeros(LENGTH, ROWS, HEADS, CHANNELS, dtype=query.dtype)
     for position in range(LENGTH):
@@ -62,12 +62,12 @@ def test_a_pass_sees_pass_1_up_to_its_position_and_its_own_chain(has_mask: bool)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
     query, key, value = inputs[:3]
-    torch.testing.assert_close(layer(query, key, value, mask), ours[0])  # nothing is kept behind `sharing`
+    torch.testing.assert_close(layer(query, key, value, mask), ours[0])  # nothing is stored outside of `sharing`
 
 
 @pytest.mark.usefixtures("megatron")
 def test_a_rank_that_has_other_positions_sees_what_is_before_them() -> None:
-    """Context parallelism: a rank has the positions 0 1 4 5, and the keys of all six."""
+    """Context parallelism: a rank has positions 0 1 4 5, and the keys of all six."""
     layer, own = SharingAttention(transformer_config(1), 1, AttnMaskType.causal, "self"), torch.tensor([0, 1, 4, 5])
     generator = torch.Generator().manual_seed(4)
     shapes = [(LENGTH, ROWS, heads, CHANNELS) for heads in (HEADS, GROUPS, GROUPS, GROUPS, GROUPS)]
@@ -79,7 +79,7 @@ def test_a_rank_that_has_other_positions_sees_what_is_before_them() -> None:
 
 @pytest.mark.usefixtures("megatron")
 def test_scores_of_a_chain_are_not_rounded_to_half_precision() -> None:
-    """Rounded to bfloat16, they would make the error of the weights ten times as large."""
+    """Rounded to bfloat16, they would increase the error of the weights tenfold."""
     layer, generator = SharingAttention(transformer_config(1), 1, AttnMaskType.causal, "self"), torch.Generator()
     generator.manual_seed(5)
 

@@ -1,4 +1,4 @@
-"""model/trained_stage.py: a plain GPT where no objective is given, and Megatron's checkpoint keys."""
+"""model/trained_stage.py: a plain GPT without an objective, and Megatron's checkpoint keys."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,7 +79,7 @@ def model_with_heads(pattern: str | None, freezes: bool = False) -> Any:
 
 @pytest.mark.parametrize(("pattern", "kind"), [(None, GPTModel), (PATTERN, HybridModel)], ids=["gpt", "hybrid"])
 def test_the_model_is_of_megatrons_class_and_computes_its_logits_in_no_step(pattern: str | None, kind: type) -> None:
-    """No method of it is replaced, and the losses in chunks read the head's weight instead of its output."""
+    """None of its methods is replaced, and the chunked losses read the head's weight instead of its output."""
     model = model_with_heads(pattern)
     assert type(model) is kind
     assert [name for name in vars(model) if hasattr(kind, name)] == []
@@ -93,7 +93,7 @@ def test_the_model_is_of_megatrons_class_and_computes_its_logits_in_no_step(patt
 
 @pytest.mark.parametrize("detaches", [True, False])
 def test_a_stage_after_that_of_the_heads_trains_its_output_layer_as_they_say(detaches: bool) -> None:
-    """It gets the states of trunk and heads as one tensor, and has no head itself."""
+    """It receives the states of trunk and heads as one tensor, and has no MTP layers or drafters itself."""
     model, states = our_model(2, mtp_detach_heads=detaches), list(torch.randn(3, 4, 1, 32))
     stage = attached_of(model)
     stage.heads = []
@@ -126,7 +126,7 @@ def test_after_a_forward_that_fails_the_model_is_as_before(
 def test_offloaded_activations_leave_the_weights_of_heads_and_output_layer(
     pattern: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Megatron marks weights in its first forward, from which both are hidden."""
+    """Megatron marks weights in its first forward pass, where both are hidden."""
     model, kept = model_with_heads(pattern), list[torch.nn.Parameter]()
     monkeypatch.setattr(FineGrainedActivationOffloadingInterface, "mark_not_offload", kept.append)
     monkeypatch.setattr(model, "preprocess_for_fine_grained_offloading", lambda: None, raising=False)
@@ -178,7 +178,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 def test_recomputation_changes_nothing(
     kind: dict[str, Any], architecture: str, trunk: str, recompute: dict[str, Any]
 ) -> None:
-    """Nor where the depths' inputs want no gradient: their weights are trained nonetheless."""
+    """Even if the MTP layers' inputs need no gradient: their weights are trained nonetheless."""
     losses, grads = [], []
     for changes in ({}, recompute):
         model = our_model(2, architecture=architecture, mtp_detach_heads=trunk == "detached", **kind, **changes)
@@ -207,7 +207,7 @@ def test_recomputation_changes_nothing(
 def test_quantized_depths_are_recomputed_by_tes_checkpoint(
     precision: dict[str, Any], is_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Megatron's stand in for TE's: only delayed scaling has to be on where the checkpoint begins."""
+    """Megatron's functions stand in for TE's: only delayed scaling must be on where the checkpoint begins."""
     model = our_model(1, architecture="parallel", **RECOMPUTE["uniform"])
     for name, value in precision.items():
         setattr(model.config, name, value)
@@ -235,7 +235,7 @@ def test_quantized_depths_are_recomputed_by_tes_checkpoint(
 
 
 class FusedAccumulation:
-    """Stands in for Apex's extension, which adds a layer's weight gradient to `main_grad` within its backward pass."""
+    """Stand in for Apex's extension, which adds a layer's weight gradient to `main_grad` in its backward pass."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(states_NH: torch.Tensor, gradient_NV: torch.Tensor, main_grad_VH: torch.Tensor) -> None:
@@ -243,7 +243,7 @@ class FusedAccumulation:
 
 
 def main_gradients(model: GPTModel, **settings: Any) -> dict[str, torch.Tensor]:
-    """What Megatron's optimizer would see of two microbatches."""
+    """Return what Megatron's optimizer would see after two microbatches."""
     wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
     wrapped.zero_grad_buffer()
     for seed in (2, 3):
@@ -257,10 +257,10 @@ def main_gradients(model: GPTModel, **settings: Any) -> dict[str, torch.Tensor]:
 def test_fused_accumulation_keeps_what_the_depths_add_to_the_head(
     tied: bool, pipeline: bool, linear_main: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The output layer's dummy gradient was dropped together with the depths' own."""
+    """Regression: the output layer's dummy gradient was dropped together with that of the MTP layers."""
     monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", FusedAccumulation, raising=False)
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
-    if pipeline:  # where Megatron marks no weight, unlike on a stage that is first and last
+    if pipeline:  # here Megatron marks no weight, unlike on a stage that is both first and last
         monkeypatch.setattr(LanguageModule, "setup_embeddings_and_output_layer", lambda _: None)
     plain, fused = (
         main_gradients(our_model(2, tied, gradient_accumulation_fusion=fusion), linear_main=linear_main)
@@ -270,7 +270,7 @@ def test_fused_accumulation_keeps_what_the_depths_add_to_the_head(
 
 
 def linear_layers(model: GPTModel) -> dict[bool, set[str]]:
-    """Names of layers, by whether they fuse their weight gradients."""
+    """Return names of layers by whether they fuse their weight gradients."""
     named = {name: each.gradient_accumulation_fusion for name, each in model.named_modules() if _is_linear(each)}
     return {fused: {name for name, own in named.items() if own == fused} for fused in (False, True)}
 
@@ -280,7 +280,7 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 
 class FusingLinear(ColumnParallelLinear):
-    """Stands in for TE's layers, which read the setting and need no Apex."""
+    """Stand in for TE's layers, which read the setting and need no Apex."""
 
     def __init__(self, *sizes: Any, config: Any, **settings: Any) -> None:
         super().__init__(*sizes, config=replace(config, gradient_accumulation_fusion=False), **settings)
@@ -288,7 +288,7 @@ class FusingLinear(ColumnParallelLinear):
 
 
 def test_without_apex_the_head_alone_fuses_no_weight_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole model was trained without them, though TE's layers make theirs."""
+    """Regression: fusion was disabled for the whole model, although TE's layers do their own."""
     assert not layers._grad_accum_fusion_available
     monkeypatch.setattr(backends.LocalSpecProvider, "column_parallel_linear", lambda _: FusingLinear)
     model = our_model(1, gradient_accumulation_fusion=True)
@@ -304,7 +304,7 @@ def test_without_apex_the_head_alone_fuses_no_weight_gradients(monkeypatch: pyte
 def test_depths_are_built_with_weights_in_fp8_where_the_trunk_is(
     repeated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With --fp8-param-gather their weights stayed in bfloat16: TE's `fp8_model_init` did not surround them."""
+    """Regression: with --fp8-param-gather they stayed in bfloat16, outside of TE's `fp8_model_init`."""
     inside: list[bool] = []
     built: list[tuple[str, bool]] = []
 
@@ -330,7 +330,7 @@ def test_depths_are_built_with_weights_in_fp8_where_the_trunk_is(
 @pytest.mark.parametrize("depths", [None, 2])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_head_is_gathered_before_the_losses_in_chunks_read_it(tied: bool, depths: int | None) -> None:
-    """With --overlap-param-gather; the output layer, whose forward waited for it, has none then."""
+    """With --overlap-param-gather; the output layer's forward pass, which would wait for it, is not called."""
     model = our_model(depths, tied)
     overlapping = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=1000
@@ -343,7 +343,7 @@ def test_the_head_is_gathered_before_the_losses_in_chunks_read_it(tied: bool, de
 
 
 def sharded(model: GPTModel) -> dict[str, Any]:
-    """What a checkpoint would hold: key to shape for tensors, to None for objects."""
+    """Return a checkpoint's contents: shape by key for tensors, None for objects."""
     entries = {}
     for entry in model.sharded_state_dict().values():
         if isinstance(entry, ShardedTensor):

@@ -1,4 +1,4 @@
-"""--mtp-unroll: a repeated layer of D = 1 that is trained for K passes is the model of K depths."""
+"""--mtp-unroll: a repeated layer with D = 1, trained for K passes, equals the model with K depths."""
 
 import json
 import sys
@@ -97,7 +97,7 @@ def test_an_exported_folder_says_how_many_passes_were_trained_and_an_import_read
 
 @pytest.mark.usefixtures("megatron")
 def test_a_layer_that_engines_would_give_a_chain_is_not_exported(tmp_path: Path) -> None:
-    """Only with an indexer do engines draft from the keys of pass 1 alone."""
+    """Engines draft from only the keys of pass 1 if the model has an indexer."""
     args = arguments(1, 4)
     args.mtp_repeated_layer_first_pass_kv = True
     source = tmp_path / "run" / "iter_0000001"

@@ -6,11 +6,11 @@ from documents import ROOT
 
 PACKAGE = ROOT / "megatron_mtp"
 WITHOUT = {"megatron/cpu.py"}
-"""Functions in the place of torch's, whose documentation is torch's; the table in cpu.py gives the reasons."""
+"""Stand-ins for torch functions, documented by torch; the table in cpu.py has the reasons."""
 
 
 def undocumented(source: str) -> list[str]:
-    """Public classes and functions of a module without a docstring, and the module itself."""
+    """Return public classes and functions of a module without a docstring, and the module itself."""
     module = ast.parse(source)
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     public = [node for node in module.body if isinstance(node, kinds) and not node.name.startswith("_")]

@@ -1,4 +1,4 @@
-"""benchmarks/: the harness with numbers that a person can check, and every benchmark run once with --quick."""
+"""benchmarks/: the harness on numbers that can be checked by hand, and one --quick run of every benchmark."""
 
 import json
 import sys
@@ -48,7 +48,7 @@ def test_interleave_times_every_round_but_those_of_the_warm_up() -> None:
 
 
 def test_compare_gives_the_ratio_of_medians_and_the_ratios_by_round() -> None:
-    comparison = compare([2.0, 4.0, 6.0], [1.0, 2.0, 2.0])  # by round 2, 2, 3
+    comparison = compare([2.0, 4.0, 6.0], [1.0, 2.0, 2.0])  # ratios per round: 2, 2, 3
     assert comparison == harness.Comparison(ratio=2.0, paired_ratio=2.0, paired_quartiles=(2.0, 2.5))
     assert compare([3.0], [2.0]) == harness.Comparison(1.5, 1.5, (1.5, 1.5))
 
@@ -135,7 +135,7 @@ SMOKE = {
     "state_cache": [],
     "windows": [],
 }
-"""Flags beside --quick. gpu_check.py is run by test_gpu_check.py."""
+"""Flags in addition to --quick. test_gpu_check.py runs gpu_check.py."""
 
 
 def test_every_benchmark_is_run() -> None:
@@ -160,7 +160,7 @@ def test_a_benchmark_runs_and_ends_with_its_report(case: str, tmp_path: Path) ->
 
 
 def test_a_latency_is_told_by_its_first_and_last_token() -> None:
-    """Five tokens, the first after 1 s and the last after 3 s: half a second from one to the next."""
+    """Five tokens, the first after 1 s and the last after 3 s: half a second between tokens."""
     assert latency.Answer(1.0, 3.0, 5).figures() == (1000.0, 500.0, 3.0, pytest.approx(5 / 3))
     assert latency.Answer(1.0, 1.0, 1).figures()[1] == 0
     with pytest.raises(SystemExit, match="--server is missing; give the URL of a server"):
@@ -196,12 +196,12 @@ def test_a_trunk_is_one_of_the_table_or_the_folder_of_a_model(tmp_path: Path) ->
 
 
 def test_a_given_model_gets_its_layer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`attach` trains in bfloat16 and saves at half; the trials find the model beside the checkpoint."""
+    """`attach` trains in bfloat16 and saves halfway; the trials find the model next to the checkpoint."""
     ran: list[tuple[object, ...]] = []
     monkeypatch.setattr(head_life, "run", lambda *words: ran.append(words))
     texts = head_life.Texts(tmp_path / "same.jsonl", tmp_path, tmp_path)
     (tmp_path / "small").mkdir()
-    for _ in range(2):  # the second finds all finished
+    for _ in range(2):  # the second call finds everything finished
         head_life.attach_layer(tmp_path / "small", tmp_path, 8, texts, ("--batch", "4"))
     assert [words[-1] for words in ran] == ["corpus", "trunk", "start", "train"]
     assert "--bf16 --batch 4 --steps 8 --save-every 4" in " ".join(map(str, ran[0]))
@@ -209,7 +209,7 @@ def test_a_given_model_gets_its_layer_once(tmp_path: Path, monkeypatch: pytest.M
 
 
 def records(recipe: str, *seeds: tuple[int, ...]) -> recipes.Records:
-    """A cell for each seed, with documents of a hundred drafts of one token, of which so many are accepted."""
+    """Return a cell for each seed, whose documents have a hundred one-token drafts, of which so many are accepted."""
     counts = [[{"accepted_at": [one], "reached_at": [100], "offered_at": [100]} for one in of] for of in seeds]
     return {
         recipes.Cell(recipe, "dense", "same", 64, seed): {"documents": {str(n): each for n, each in enumerate(of)}}
@@ -261,10 +261,10 @@ def test_a_finished_cell_is_not_trained_again(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(recipes.Bench, "_trained", _trained)
     monkeypatch.setattr(recipes, "make_texts", lambda *_: {})
     cells = [recipes.Cell(recipe, "dense", "same", 64, seed) for recipe in ("ce", "kd") for seed in range(2)]
-    for _ in range(2):  # the second as after a cut
+    for _ in range(2):  # the second call as after an interruption
         bench = recipes.Bench(tmp_path, None, 4, 24)
         found = {cell: bench.record(cell) for cell in cells}
-    assert trained == ["ce", "ce", "kd", "kd", "ce", "ce"]  # failures are tried again
+    assert trained == ["ce", "ce", "kd", "kd", "ce", "ce"]  # failures are retried
     assert found[cells[0]] == {"failed": "it lacks a flag"}
     (stats,) = recipes.documents_of({cell: found[cell] for cell in cells[2:]}).values()
-    assert (stats.accepted_at, stats.reached_at) == ([2], [4])  # of both seeds
+    assert (stats.accepted_at, stats.reached_at) == ([2], [4])  # over both seeds

@@ -1,4 +1,4 @@
-"""The Dockerfile, read without Docker: what it copies is there and makes a whole package, what it starts exists."""
+"""The Dockerfile, checked without Docker: what it copies is a complete package, and its commands exist."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ PACKAGE = ROOT / "megatron_mtp"
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Names and arguments, lines that are continued as one."""
+    """Return names and arguments, with continued lines joined."""
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     return [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in lines)]
@@ -26,7 +26,7 @@ def of(name: str) -> list[str]:
 
 
 def copied() -> list[str]:
-    """Paths in the repository; the last word of a COPY is where they go."""
+    """Return paths in the repository; the last word of a COPY is the destination."""
     return [source for rest in of("COPY") for source in rest.split()[:-1]]
 
 
@@ -52,7 +52,7 @@ def test_what_it_runs_is_there() -> None:
 
 
 def test_what_it_copies_makes_a_whole_package(tmp_path: Path) -> None:
-    """The wheel has every file of the package, the page's style sheet and script among them."""
+    """The wheel has every file of the package, including the report's style sheet and script."""
     context = tmp_path / "context"
     context.mkdir()
     for path in copied():

@@ -1,6 +1,6 @@
-"""What the documents name is there: files, links, verbs, flags and settings, in sentences and tables as in blocks.
+"""Everything that documents mention exists: files, links, verbs, flags and settings, in sentences, tables and blocks.
 
-tests/functional/test_document_commands.py runs the commands that stand in blocks.
+tests/functional/test_document_commands.py runs the commands in blocks.
 """
 
 import json
@@ -22,7 +22,7 @@ PROGRAM = re.compile(r"^(?:\.venv/bin/)?(python|torchrun|megatron-mtp|bash|sbatc
 
 
 def absent_files(text: str) -> list[str]:
-    """Scripts, modules and pages that a text names and that nobody has."""
+    """Return scripts, modules and pages that a text mentions but do not exist."""
     words = [word.strip(",;:()") for part in (*spans(text), *shown(text)) for word in part.split()]
     named = {word for word in words if re.fullmatch(r"[\w./-]+\.(py|sh|md|txt)", word) and not word.startswith("/")}
     named -= ELSEWHERE
@@ -30,19 +30,21 @@ def absent_files(text: str) -> list[str]:
 
 
 def shown(text: str) -> list[str]:
-    """The lines of all shell blocks, those that are continued in one."""
+    """Return the lines of all shell blocks, with continued lines joined."""
     return [line for _, block in blocks(text, *SHELLS) for line in block.replace("\\\n", " ").splitlines()]
 
 
 def unknown_flags(code: str) -> list[str]:
-    """Flags in a piece of code that the command in it does not take; of a flag alone, that no command does."""
+    """Return flags in code that its command does not take; for a lone flag, that no command takes."""
     known = known_flags(code)
-    unset = {f"--no-{flag.removeprefix('--')}" for flag in known & own("train")}  # switches of a file: flags.py
+    unset = {f"--no-{flag.removeprefix('--')}" for flag in known & own("train")}  # switches of a config file: flags.py
     return [flag for flag in flags_in(code) if flag not in known | unset]
 
 
 def known_flags(code: str) -> frozenset[str]:
-    """Of the verb, script or command of `convert` that the code begins with; of all where it begins with none."""
+    """Return flags of the verb, script or `convert` command that the code starts with; all flags if it starts with
+    none.
+    """
     for engine, flags in ENGINES.items():
         if code.startswith(engine):
             verb = code.partition(" -m megatron_mtp ")[2].partition(" ")[0]
@@ -56,7 +58,7 @@ def known_flags(code: str) -> frozenset[str]:
     if code.startswith("torchrun"):
         return own(named[0]) | launched() if named else launched()
     if named and words[0] == named[0]:
-        line = own("train") if "--" in words else frozenset()  # of `plan`
+        line = own("train") if "--" in words else frozenset()  # a launch line for `plan`
         return own(named[1] if named[0] == "convert" and len(named) > 1 else named[0]) | line
     return everything()
 
@@ -66,12 +68,12 @@ def own(command: str) -> frozenset[str]:
 
 
 def launched() -> frozenset[str]:
-    """torchrun's flags."""
+    """Return torchrun's flags."""
     return frozenset(flag for action in launcher()._actions for flag in action.option_strings)
 
 
 def literals(script: str) -> frozenset[str]:
-    """Flags that a script without a parser of its own names, or its helpers."""
+    """Return flags that a script without its own parser, or its helpers, mention."""
     texts = [path.read_text() for path in (ROOT / script).parent.glob("*.*")]
     return frozenset(flag for text in texts for flag in re.findall(r"--[\w-]+", text))
 
@@ -82,13 +84,13 @@ def everything() -> frozenset[str]:
 
 
 def unknown_verbs(code: str) -> list[str]:
-    """What stands in the place of a verb and is none; VERB and `...` stand for any."""
+    """Return words in the place of a verb that are not one; VERB and `...` stand for any."""
     named = re.findall(r"(?:^|\s)(?:megatron-mtp|-m megatron_mtp) ([\w.-]+)", code)
     return [verb for verb in named if verb not in (*VERBS, "VERB", "...", "--help", "--version")]
 
 
 def unmarked_commands(text: str) -> list[str]:
-    """Lines of blocks that are commands, and not marked as such, so that no test would run them."""
+    """Return command lines in blocks that are not marked as commands, and so would not be tested."""
     lines = [line for _, block in blocks(text, "", "text", "console", "shell") for line in block.splitlines()]
     return [line for line in lines if PROGRAM.match(line)]
 
@@ -120,7 +122,7 @@ def test_links_lead_to_headings_that_are_there(name: str) -> None:
 
 
 def anchors_of(text: str) -> set[str]:
-    """Of a page's headings, as GitHub makes them: lower case, no punctuation, spaces as hyphens."""
+    """Return a page's heading anchors as GitHub makes them: lower case, no punctuation, spaces as hyphens."""
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

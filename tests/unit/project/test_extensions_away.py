@@ -1,6 +1,6 @@
-"""The core without its extensions: in a copy of the checkout without their folders, tests pass and verbs answer.
+"""The core without its extensions: in a copy of the checkout without their folders, tests pass and verbs work.
 
-The installed package still names the entry points of the extensions.
+The installed package still has the extensions' entry points.
 """
 
 import os
@@ -20,7 +20,7 @@ WITHOUT_EDITABLE = """
 import sys
 sys.meta_path[:] = [each for each in sys.meta_path if not getattr(each, "__module__", "").startswith("__editable__")]
 """
-"""Forgets where an editable installation has the package: what the copy lacks would be found there."""
+"""Disables the editable installation, where files missing from the copy would be found."""
 
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "runs", "extensions")
 

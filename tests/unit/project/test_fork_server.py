@@ -1,4 +1,4 @@
-"""tests/support/fork_server.py: a command in a fork does and ends as in a new process, and is not left over."""
+"""tests/support/fork_server.py: a command in a fork behaves and exits as in a new process, and is cleaned up."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ CODE = {
 
 
 def both(folder: Path, *words: str) -> list[tuple[int, str, list[str]]]:
-    """Status, output and the last line of the errors: of a fork, and of a new process."""
+    """Return status, output and last error line, of a fork and of a new process."""
     command, environment = [sys.executable, *words], {**os.environ, "HERE": "there"}
     done = [
         fork_server.run(command, input="given\n", env=environment, cwd=folder),
@@ -40,7 +40,7 @@ def both(folder: Path, *words: str) -> list[tuple[int, str, list[str]]]:
             cwd=folder,
             capture_output=True,
             text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # jobs in a shell's background ignore it
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell ignore it
         ),
     ]
     return [(each.returncode, each.stdout, each.stderr.splitlines()[-1:]) for each in done]
@@ -65,7 +65,7 @@ def test_scripts_and_modules_find_their_own_folder(tmp_path: Path) -> None:
 
 
 def test_what_a_fork_starts_is_a_fork_as_well(tmp_path: Path) -> None:
-    """`sys.executable` there is what the command begins with; a program of another name has Python's."""
+    """There `sys.executable` is what the command starts with; a program of another name uses Python's."""
     said = "import os, sys; print(sys.executable, os.getppid())"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {said!r}])"
     python = fork_server.program(tmp_path / "python")

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_check.py without a GPU: its parts on the CPU, runs that go wrong, and the page of several runs."""
+"""benchmarks/gpu_check.py without a GPU: its parts on the CPU, failing runs, and the page of several runs."""
 
 import inspect
 import json
@@ -32,13 +32,13 @@ from megatron_mtp.decoding.runner import Runner
 SCRIPT = str(REPOSITORY / "benchmarks" / "gpu_check.py")
 WITHOUT_DEVICE = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 SMALL = ["te_parity_2", "replays", "serve"]
-"""Parts of the first tier, beside those of a short run: one that needs a device, decoding, a server."""
+"""Parts of the first tier, in addition to those of a short run: one that needs a device, decoding, a server."""
 OF_TESTS = "unit_engine"
-"""One of the parts that run unit tests, which differ in the names of their files alone."""
+"""One of the parts that run unit tests; they differ only in file names."""
 
 
 def check(*flags: str | Path, before: str = "pass") -> "subprocess.CompletedProcess[str]":
-    """A check in a fork, after some code."""
+    """Run a check in a fork, after some code."""
     code = f"import runpy, sys; sys.path.insert(0, {str(fork_server.ROOT / 'tests' / 'support')!r}); {before}; "
     code += f"sys.argv[0] = {SCRIPT!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
     return fork_server.run([sys.executable, "-c", code, *map(str, flags)], env=WITHOUT_DEVICE)
@@ -48,7 +48,7 @@ OF_CASES = "from benchmarks.gpu import PARTS; PARTS.clear(); from gpu_part_cases
 
 
 def results_of(parts: list[str], out: Path) -> dict[str, Any]:
-    """Of parts that all end well."""
+    """Return the results of parts that all succeed."""
     run = check("--device", "cpu", "--quick", "--out", out, "--pack", out / "all.tgz", "--parts", *parts)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     summary: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
@@ -78,7 +78,7 @@ def test_small_parts_run_on_the_cpu(tmp_path: Path) -> None:
 
 
 def block_in(printed: str) -> list[str]:
-    """The lines of the one fenced block."""
+    """Return the lines of the only fenced block."""
     before, fenced, after = printed.split("```")
     assert before.endswith("paste this block into an issue:\n\n")
     assert after.count("\n") <= 2  # at most the line of JSON comes after it
@@ -142,7 +142,7 @@ def test_unit_tests_of_a_part_are_there() -> None:
 def test_energy_is_counted_over_layers_that_are_not_zeros(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, megatron: None
 ) -> None:
-    """On the CPU, with a stand-in for the meter; the depths agree with the trunk nevertheless."""
+    """On the CPU, with a stand-in meter; the MTP layers still agree with the trunk."""
     runners = []
     monkeypatch.setattr(drafting, "start_meter", lambda: lambda: 10.0)
     monkeypatch.setattr(drafting, "Runner", lambda model: runners.append(Runner(model)) or runners[-1])
@@ -164,7 +164,7 @@ def test_without_a_device_it_is_skipped_in_one_sentence(verb: list[str], tmp_pat
 
 
 def gone(pid: int) -> bool:
-    """Whether the process ends, which it may be about to."""
+    """Return whether the process ends, possibly after a moment."""
     deadline = time.monotonic() + 20
     while (left := psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie") and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -220,7 +220,7 @@ def test_a_part_that_goes_wrong_loses_no_figures(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_between_two_looks_and_keeps_what_it_had_when_killed(tmp_path: Path) -> None:
-    """`hangs` for long; the parts before it have ended."""
+    """`hangs` takes long; the parts before it have finished."""
     long = f"{OF_CASES}; from dataclasses import replace; PARTS['hangs'] = replace(PARTS['hangs'], seconds=600)"
     flags = "--device cpu --parts runs hangs last --out".split()
     started = check("start", *flags, tmp_path, before=long)
@@ -376,7 +376,7 @@ def test_every_part_has_a_function_that_takes_what_it_is_given() -> None:
 
 
 def test_every_training_has_flags_that_parse() -> None:
-    """Those of FP8 and Transformer Engine are used on a device alone."""
+    """Those for FP8 and Transformer Engine are only used on a GPU."""
     for part in PARTS.values():
         given = {key: value for key, value in part.given.items() if "script" not in part.given}
         flags = [given.get(key, "") for key in ("flags", "device_flags", "drafter")]
@@ -466,7 +466,7 @@ def side(count: int, graphs: bool, speed: float, speed_up: float) -> dict[str, A
 
 
 def test_goals_of_graphs() -> None:
-    """Drafting is measured against plain decoding that has graphs as well."""
+    """Drafting is compared with plain decoding that also has graphs."""
     plain = [side(0, False, 10.0, 1.0), side(0, True, 40.0, 1.0)]
     drafted = [
         side(1, False, 20.0, 2.0),

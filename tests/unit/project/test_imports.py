@@ -1,4 +1,4 @@
-"""Which room of the package may import which: read from the source, so that no import need be run."""
+"""Which subpackage may import which: read from the source, so that nothing needs to be imported."""
 
 import ast
 import re
@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint/verify": LOW | {"data", "model"} | CHECKPOINT - {"checkpoint/audit"},
     "checkpoint/audit": LOW | {"data", "model"} | CHECKPOINT,
     "checkpoint": LOW | {"model"} | CHECKPOINT,
-    "decoding": LOW | {"data", "model", "losses", "checkpoint/convert", "checkpoint/model"},  # updates of the weights
+    "decoding": LOW | {"data", "model", "losses", "checkpoint/convert", "checkpoint/model"},  # weight updates
     "heads": LOW | {"data", "model", "decoding"} | CHECKPOINT - {"checkpoint/model", "checkpoint/audit"},
     "training": LOW | {"data", "model", "losses"},
     "attach": {"spec", "megatron/patches", "data", "model", "losses"},
@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "extensions/prove": {"cli", "common", "model", "megatron", "attach"},
     "extensions/report": {"cli", "common", "training"},
 }
-"""Room to the other rooms that its files may import from."""
+"""Subpackages that each subpackage's files may import from."""
 
 WITHOUT_MEGATRON = [
     "spec/config.py",
@@ -71,7 +71,7 @@ WITHOUT_MEGATRON = [
     "decoding/sampling.py",
     "decoding/verifiers.py",
 ]
-"""Plain torch: readable, and usable, without knowing Megatron."""
+"""Plain torch: can be read and used without knowing Megatron."""
 
 
 MOST_IMPORTED = {
@@ -84,12 +84,11 @@ MOST_IMPORTED = {
     "decoding.engine": (48, 8_450),
     "server.async_engine": (32, 5_450),
 }
-"""Module to the files of the package, and their lines, that its import may bring along. Lower a number where one falls.
-"""
+"""How many files of the package, and lines, each module's import may load. Lower a number when it falls."""
 
 
 def imported_modules(source: str, package: str) -> list[str]:
-    """Dotted names that the source imports anywhere, inside functions too; `package` resolves relative imports."""
+    """Return dotted names imported anywhere in the source, even in functions; `package` resolves relative imports."""
     names: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -102,7 +101,7 @@ def imported_modules(source: str, package: str) -> list[str]:
 
 
 def wrong_imports(file: str, source: str) -> list[str]:
-    """Imports of our own rooms that the file, named by its path in the package, may not have."""
+    """Return imports of our own subpackages that the file, named by its path in the package, must not have."""
     parts = Path(file).with_suffix("").parts
     package = ".".join(("megatron_mtp", *parts[:-1]))
     room = room_of(parts)
@@ -117,7 +116,7 @@ def wrong_imports(file: str, source: str) -> list[str]:
 
 
 def room_of(parts: Sequence[str]) -> str:
-    """The room of a module, by the parts of its name in the package."""
+    """Return a module's subpackage, from the parts of its name."""
     inner = "/".join(parts[:2])
     return inner if inner in ALLOWED else parts[0]
 
@@ -133,20 +132,20 @@ def test_a_file_imports_only_from_rooms_below_it(file: str) -> None:
 
 
 def test_the_table_has_every_room_and_no_other() -> None:
-    """A new room says here which rooms are below it."""
+    """A new subpackage must list the subpackages below it here."""
     assert ALLOWED.keys() == {room_of(Path(file).with_suffix("").parts) for file in files()}
 
 
 def test_arrows_go_one_way() -> None:
-    """No two rooms may import from each other, also not by way of others."""
+    """No two subpackages may import each other, directly or indirectly."""
     TopologicalSorter({room: below - {room} for room, below in ALLOWED.items()}).prepare()
 
 
 def graph_of(sources: dict[str, str]) -> dict[str, set[str]]:
-    """The modules that each module imports, inside functions and for type checkers too.
+    """Return the modules that each module imports, including in functions and for type checkers.
 
     Args:
-        sources: by the file's path in the package.
+        sources: source by the file's path in the package.
     """
     parts = {file: Path(file).with_suffix("").parts for file in sources}
     modules = {".".join(("megatron_mtp", *(one for one in names if one != "__init__"))) for names in parts.values()}
@@ -162,7 +161,7 @@ def graph_of(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 def circle_among(sources: dict[str, str]) -> list[str]:
-    """Modules that import each other in a circle; none if there is none."""
+    """Return modules that import each other in a cycle; empty if there is none."""
     try:
         TopologicalSorter(graph_of(sources)).prepare()
     except CycleError as error:
@@ -192,7 +191,7 @@ def test_the_check_sees_a_planted_circle(back: str) -> None:
 
 
 class AtImport(ast.NodeTransformer):
-    """Leaves of a module what runs when it is imported."""
+    """Keep only what runs when the module is imported."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         return ast.Pass()
@@ -203,19 +202,19 @@ class AtImport(ast.NodeTransformer):
 
 @cache
 def at_import() -> dict[str, str]:
-    """Every file of the package, without what runs later."""
+    """Return every file of the package, without what runs later."""
     sources = {file: (PACKAGE / file).read_text(encoding="utf-8") for file in files()}
     return {file: ast.unparse(AtImport().visit(ast.parse(source))) for file, source in sources.items()}
 
 
 @cache
 def graph_at_import() -> dict[str, set[str]]:
-    """`graph_of` what runs when the package's files are imported."""
+    """Return `graph_of` what runs when the package's files are imported."""
     return graph_of(at_import())
 
 
 def imported_with(module: str) -> set[str]:
-    """The modules of the package that an import of one brings along, itself and its packages among them."""
+    """Return the package's modules that importing one loads, including itself and its parent packages."""
     graph, found, waiting = graph_at_import(), set[str](), [f"megatron_mtp.{module}"]
     while waiting:
         if (name := waiting.pop()) in graph and name not in found:
@@ -240,7 +239,7 @@ def test_an_import_brings_few_files_along(module: str, most: tuple[int, int]) ->
 
 
 def test_attaching_imports_neither_a_trainer_nor_a_builder_nor_patches() -> None:
-    """A framework has its own trainer and builder, and releases of Megatron without `megatron.training` can attach."""
+    """A framework has its own trainer and builder, and Megatron releases without `megatron.training` can attach."""
     at_once, found = at_import(), imported_with("attach")
     assert "megatron_mtp.model.stock" in found
     ours = {
@@ -255,7 +254,7 @@ def test_attaching_imports_neither_a_trainer_nor_a_builder_nor_patches() -> None
 
 
 def test_extensions_import_the_modules_of_the_core_that_the_design_lists() -> None:
-    """All of them, and each for one extension at least."""
+    """All of them, and each for at least one extension."""
     design = (PACKAGE.parent / "docs/explanation/design.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`.*`) \|", design.split("## Extensions")[1].split("\n## ")[0], re.M)
     listed = {f"megatron_mtp.{name}." for row in rows for name in re.findall(r"`([\w.]+)`", row)}

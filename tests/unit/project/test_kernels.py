@@ -1,4 +1,4 @@
-"""Libraries of fused kernels are used where they can be imported, whatever is installed."""
+"""Fused kernel libraries are used if they can be imported, whatever is installed."""
 
 import sys
 from pathlib import Path

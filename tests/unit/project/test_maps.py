@@ -1,4 +1,4 @@
-"""The maps of the rooms are complete."""
+"""Each subpackage's docstring lists all of its files."""
 
 import ast
 import re
@@ -29,6 +29,6 @@ def test_the_readme_stays_short() -> None:
 
 
 def mapped(room: Path) -> dict[str, str]:
-    """The files and rooms in the docstring of a room, one a line (`file.py  what it is for`), with their lines."""
+    """Return the files and folders in a subpackage's docstring (`file.py  what it is for`), with their lines."""
     docstring = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
     return dict(re.findall(r"^ *(\w+(?:\.py|/))  +(\S.*)", docstring, flags=re.MULTILINE))

@@ -1,4 +1,4 @@
-"""The table of planted faults fits the code and the tests, and the tool counts what a small tree's tests see."""
+"""The table of planted faults fits code and tests, and the tool counts correctly on a small tree."""
 
 import subprocess
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_sum():
 def test_each_fault_can_be_planted() -> None:
     for fault in plant_faults.read_table():
         text = fault.planted((plant_faults.ROOT / fault.file).read_text())
-        compile(text, fault.file, "exec")  # else every test would see it
+        compile(text, fault.file, "exec")  # otherwise every test would catch it
         assert fault.before != fault.after, fault.name
 
 
@@ -49,7 +49,7 @@ def test_each_test_that_is_named_is_there() -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository of one file with two faults, of which the tests see one."""
+    """Create a repository of one file with two faults, one of which its tests catch."""
     texts = {"megatron_mtp/sums.py": SUMS, "tests/test_sums.py": TESTS, "tests/planted_faults.toml": TABLE}
     for name, text in texts.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The site of scripts/docs.sh: every page and module is on it, and it loads nothing from a network."""
+"""The site of scripts/docs.sh: it has every page and module, and loads nothing from a network."""
 
 import importlib.util
 import json
@@ -13,10 +13,10 @@ from documents import DOCUMENTS, ROOT
 
 PACKAGE = ROOT / "megatron_mtp"
 ELSEWHERE = {"CONTRIBUTING.md": "develop/contributing"}
-"""Page outside of docs/ to its place on the site; README.md has none."""
+"""Pages outside of docs/, and their place on the site; README.md has none."""
 
 LOADED = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=["']?(https?:)?//""")
-"""What a browser fetches by itself from a network."""
+"""Elements that make a browser fetch something."""
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -32,7 +32,7 @@ def test_every_page_is_in_the_navigation() -> None:
     importlib.util.find_spec("material") is None, reason="mkdocs-material is not installed; pip install -e '.[docs]'"
 )
 def test_the_site_is_whole_and_needs_no_network(tmp_path: Path) -> None:
-    """mkdocs ends with an error at a broken link or anchor, which test_documents.py looks for as well."""
+    """mkdocs fails on a broken link or anchor, which test_documents.py also checks."""
     environment = {**os.environ, "PYTHON": sys.executable}
     subprocess.run(["bash", ROOT / "scripts/docs.sh", tmp_path], env=environment, check=True, capture_output=True)
     written = {str(path.relative_to(tmp_path).with_suffix("")): path for path in tmp_path.rglob("*.html")}

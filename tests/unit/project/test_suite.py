@@ -1,4 +1,4 @@
-"""How the tests are collected and which of them run: conftest.py, .ci/run."""
+"""How tests are collected and which of them run: conftest.py, .ci/run."""
 
 import ast
 import os
@@ -18,7 +18,7 @@ CI = ROOT / ".ci" / "run"
 
 
 def test_no_two_files_have_the_same_name() -> None:
-    """Those of tests/support are found by their names, and pytest finds test files by theirs."""
+    """tests/support is imported by file name, and pytest identifies test files by theirs."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
     assert [name for name, count in names.items() if count > 1] == []
 
@@ -30,14 +30,14 @@ def test_the_map_of_what_tests_share_has_every_module() -> None:
 
 
 LONGEST_PATTERN = 60
-"""Of a message in a test. Whole sentences are in golden/sentences.txt, which a command writes anew."""
+"""Longest part of a message in a test. Whole sentences are in golden/sentences.txt, which a command rewrites."""
 
 OF_REFUSALS = ("error: ", "; give ")
-"""Words by which a compared text is known for a refusal."""
+"""Words that identify a compared text as an error message."""
 
 
 def spelled_out(source: str) -> list[str]:
-    """Refusals of which a test spells out more than the facts, in `match=` or with `==`."""
+    """Return error messages that a test spells out beyond the facts, in `match=` or with `==`."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.keyword) and node.arg == "match":
@@ -49,13 +49,13 @@ def spelled_out(source: str) -> list[str]:
 
 
 def literal(node: ast.expr) -> str:
-    """The text of a string in the source, without what is filled in."""
+    """Return the text of a string in the source, without interpolated values."""
     parts = node.values if isinstance(node, ast.JoinedStr) else [node]
     return "".join(str(one.value) for one in parts if isinstance(one, ast.Constant))
 
 
 def test_messages_are_known_by_their_facts() -> None:
-    """Flag, value and remedy, and not the words around them."""
+    """Flag, value and remedy, not the words around them."""
     sources = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")}
     assert {name: found for name, source in sources.items() if (found := spelled_out(source))} == {}
 
@@ -97,7 +97,7 @@ def two_tiers(tmp_path: Path) -> Path:
 
 
 def summary(folder: Path, *flags: str) -> str:
-    """What pytest printed after the cases."""
+    """Return what pytest printed after the tests."""
     without = "-p no:cacheprovider -p no:hypothesispytest -p no:anyio".split()
     printed = fork_server.run([sys.executable, "-m", "pytest", *without, "--strict-markers", *flags], cwd=folder).stdout
     return printed.split("[100%]")[1]
@@ -182,7 +182,7 @@ def git(folder: Path, *words: str) -> str:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A repository of one commit, whose tests only say how they were called."""
+    """Create a repository of one commit, whose tests only print how they were called."""
     texts = {".ci/run": CI.read_text(), "README.md": ""}
     for name in ("test.sh", "test_stacks.sh"):
         texts[f"scripts/{name}"] = f'echo "{name} $*"\n'
@@ -203,7 +203,7 @@ def commit(folder: Path, name: str) -> None:
 
 
 def ci(folder: Path, *arguments: str) -> list[str]:
-    """Why and how the tests were called."""
+    """Return why and how the tests were called."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     done = subprocess.run(
         ["bash", ".ci/run", *arguments], cwd=folder, env=environment, check=True, capture_output=True, text=True

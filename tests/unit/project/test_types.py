@@ -1,4 +1,4 @@
-"""mypy, a case of the tests so that the other cases need not wait for it."""
+"""mypy, as a test so that the other tests need not wait for it."""
 
 import subprocess
 import sys

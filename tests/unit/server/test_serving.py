@@ -1,4 +1,4 @@
-"""The HTTP server as the official client and plain HTTP see it, in front of an engine that repeats its prompt."""
+"""The HTTP server with the official client and plain HTTP, in front of an engine that repeats its prompt."""
 
 import gzip
 import json
@@ -39,14 +39,14 @@ MESSAGES: Any = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"t
 
 
 def completion(server: Running, **fields: Any) -> dict[str, Any]:
-    """The answer to a greedy body with fields that the client does not know."""
+    """Return the response to a greedy request with fields that the client does not know."""
     done = server.post("/v1/completions", {"prompt": "ab€", "temperature": 0, **fields})
     assert done.status_code == 200, done.text
     return done.json()  # type: ignore[no-any-return]
 
 
 def events(server: Running, path: str, **fields: Any) -> list[dict[str, Any]]:
-    """Of a stream, which must end with [DONE]."""
+    """Return a stream's events, which must end with [DONE]."""
     with httpx2.stream("POST", server.url + path, json={"stream": True, "temperature": 0, **fields}) as done:
         assert done.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in done.iter_lines() if line]
@@ -76,7 +76,7 @@ COUNTED = st.lists(st.lists(st.integers(40, 42), min_size=1, max_size=6), min_si
 def test_usage_counts_prompts_once_and_tokens_as_they_come(
     server: Running, prompts: list[list[int]], n: int, limit: int, stream: bool
 ) -> None:
-    """Cached tokens are a part of the prompts, also where some choices find what another one has run."""
+    """Cached tokens are part of the prompts, even if some choices find what another has run."""
     body = {"prompt": prompts, "n": n, "max_tokens": limit, "echo": not limit, "return_token_ids": True}
     if stream:
         *parts, last = events(server, "/v1/completions", **body, stream_options={"include_usage": True})
@@ -109,7 +109,7 @@ def test_without_a_limit_a_completion_has_16_tokens_and_a_chat_all_positions(cli
 
 
 def test_an_answer_may_fill_all_positions(server: Running) -> None:
-    """One token more is refused; see BAD."""
+    """One more token is rejected; see BAD."""
     done = completion(server, max_tokens=POSITIONS - 5)
     assert done["usage"]["total_tokens"] == POSITIONS
     assert completion(server, prompt="a" * (POSITIONS - 1), max_tokens=1)["usage"]["total_tokens"] == POSITIONS
@@ -143,7 +143,7 @@ def test_a_stream_has_whole_characters_and_ends_with_usage_if_asked_for(client: 
 
 
 def test_every_event_has_the_sums_of_its_choice_if_asked_for(server: Running) -> None:
-    """As load testers ask for it, whose events hold several tokens."""
+    """Load testers request this, since events hold several tokens."""
     options, ids = {"include_usage": True, "continuous_usage_stats": True}, {"return_token_ids": True}
     *found, last = events(server, "/v1/completions", prompt=["ab", "xyz"], max_tokens=5, stream_options=options, **ids)
     grown = [0, 0]
@@ -171,7 +171,7 @@ def test_a_chat_follows_the_template(client: openai.OpenAI) -> None:
 
 
 def test_n_texts_have_their_own_seeds(client: openai.OpenAI, server: Running) -> None:
-    """A sampled text of the stand-in begins as many tokens later as its seed says."""
+    """A sampled output of the stand-in starts as many tokens later as its seed."""
     done = client.completions.create(model=NAME, prompt=["abc", "xyz"], n=2, seed=1, max_tokens=3)
     assert [choice.text for choice in done.choices] == ["bca", "cab", "xyz", "yzx"]
     said = client.chat.completions.create(model=NAME, messages=MESSAGES, n=2, seed=0, max_tokens=3)
@@ -356,7 +356,7 @@ def test_what_cannot_be_served_is_one_sentence(name: str, server: Running) -> No
 
 
 def called(arguments: Any) -> dict[str, Any]:
-    """A turn that calls a function."""
+    """Return a turn that calls a function."""
     function = {"name": "f", "arguments": arguments}
     return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
 
@@ -470,7 +470,7 @@ def test_a_stop_string_that_is_a_special_token(client: openai.OpenAI, server: Ru
 def test_a_stop_string_that_ends_texts_is_not_written_either(
     codec: Codec, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the end token of some tokenizers, which is not a special one; it is left out of the text all the same."""
+    """For example the end token of some tokenizers, which is not a special token; it is still left out of the text."""
     end = codec._added[0]
     assert end.special
     monkeypatch.setitem(codec._added, 0, AddedToken(end.content, special=False))
@@ -565,7 +565,7 @@ def test_paths_and_methods_that_are_not_there(server: Running, client: openai.Op
 
 
 def test_the_text_is_json_of_the_right_form_for_curl(server: Running) -> None:
-    """Without Content-Type: application/json, as `curl -d` sends it, one sentence says what is missing."""
+    """Without Content-Type: application/json, as with `curl -d`, one sentence names what is missing."""
     done = httpx2.post(f"{server.url}/v1/completions", content=b'{"prompt": "a"}')
     assert done.status_code == 400
     assert "with Content-Type: application/json" in done.json()["error"]["message"]

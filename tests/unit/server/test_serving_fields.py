@@ -1,4 +1,4 @@
-"""Fields of requests that were dropped in silence, and those that are accepted and change nothing."""
+"""Request fields that were once silently ignored, and fields that are accepted without effect."""
 
 import zipfile
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def bodies(path: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """A body that is served, with these fields."""
+    """Return a valid request body with these fields."""
     return {"max_tokens": 2, **({"prompt": "ab"} if path == COMPLETIONS else {"messages": [USER]}), **fields}
 
 
@@ -162,7 +162,7 @@ DEFAULTS = {COMPLETIONS: request_defaults.COMPLETIONS, CHATS: request_defaults.C
 
 @pytest.mark.parametrize("path", DEFAULTS)
 def test_a_request_with_the_defaults_of_other_engines_is_served(path: str, server: Running) -> None:
-    """All at once, the last value where engines differ; each first value as well."""
+    """All at once, with the last value where engines differ; and each first value."""
     for place in (0, -1):
         done = server.post(path, bodies(path, {name: values[place] for name, values in DEFAULTS[path].items()}))
         assert done.status_code == 200, done.text
@@ -183,7 +183,7 @@ def test_the_page_lists_what_is_accepted_and_ignored() -> None:
 
 
 def test_a_low_temperature_is_greedy(server: Running) -> None:
-    """A sampled text of the stand-in begins as many tokens later as its seed says."""
+    """A sampled output of the stand-in starts as many tokens later as its seed."""
     for temperature, text in ((1e-8, "abc"), (9.9e-6, "abc"), (1e-5, "bca")):
         body = {"prompt": "abc", "max_tokens": 3, "seed": 1, "temperature": temperature}
         assert server.post(COMPLETIONS, body).json()["choices"][0]["text"] == text
@@ -191,7 +191,7 @@ def test_a_low_temperature_is_greedy(server: Running) -> None:
 
 @pytest.mark.parametrize("arguments", [{"arguments": None}, {}])
 def test_a_call_without_arguments_has_none(arguments: dict[str, Any], server: Running, tmp_path: Path) -> None:
-    """Also for a template that joins arguments as text."""
+    """Even with a template that joins arguments as text."""
     body = call({"name": "f", **arguments})
     done = server.post(CHATS, bodies(CHATS, {**body, "return_token_ids": True})).json()["choices"][0]
     assert words(tmp_path).decode(done["prompt_token_ids"]) == "assistant:  call {}\nassistant: "

@@ -1,4 +1,4 @@
-"""How the server lives: full queues, clients that go away, drains, many connections, a broken engine, its metrics."""
+"""Server lifecycle: full queues, disconnecting clients, draining, many connections, a broken engine, metrics."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> Codec:
 
 @pytest.fixture
 def server(codec: Codec) -> Iterator[Running]:
-    """Two texts run and two wait."""
+    """Run a server where two requests run and two wait."""
     with running(Parrot(running=2, waiting=2), codec) as served:
         yield served
 
@@ -49,7 +49,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def raw(server: Running, body: dict[str, object]) -> socket.socket:
-    """A connection on which a completion was asked for, and whose answer nobody has read."""
+    """Open a connection, request a completion, and leave the response unread."""
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
     content = json.dumps(body).encode()
@@ -60,7 +60,7 @@ def raw(server: Running, body: dict[str, object]) -> socket.socket:
 
 
 def answer(connection: socket.socket) -> bytes:
-    """All of it."""
+    """Read the whole response."""
     with connection.makefile("rb") as file:
         return file.read()
 
@@ -83,7 +83,7 @@ def test_a_full_queue_is_429_for_all_texts_of_a_request_or_none(server: Running)
     time.sleep(0.05)
     server.engine.go.set()
     said = answer(waits)
-    if b"429" in said:  # unless the one that was held ended first
+    if b"429" in said:  # unless the held one ended first
         assert b"retry-after: 1" in said.lower()
     assert b"200 OK" in answer(held)
     until(lambda: live(server) == 0)
@@ -115,7 +115,7 @@ def test_a_client_that_goes_away_frees_its_texts_in_the_next_step(stream: bool, 
 
 
 def test_a_client_that_goes_away_before_its_request_is_queued(server: Running) -> None:
-    server.engine._pace = 0.01  # on a busy machine 400 tokens were done before the loop had a turn
+    server.engine._pace = 0.01  # on a busy machine, 400 tokens finished before the event loop ran
     server.engine.go.clear()
     first = raw(server, {"prompt": "ab", "max_tokens": 4})
     until(server.engine.held.is_set)
@@ -129,7 +129,7 @@ def test_a_client_that_goes_away_before_its_request_is_queued(server: Running) -
 
 
 def test_other_ranks_get_a_request_before_its_cancellation() -> None:
-    """Both between two steps. The other way around they would run it on, in steps that rank 0 does not take."""
+    """Both between two steps. In the other order they would continue it, in steps that rank 0 does not take."""
     service, outputs = AsyncEngine(Parrot()), Outputs(1)
     service._loop = Mock()
     request = Request([5, 6], 4)
@@ -144,7 +144,7 @@ def test_draining_ends_what_has_begun_and_refuses_the_rest(codec: Codec) -> None
         began = raw(server, {"prompt": "ab", "max_tokens": 4, "temperature": 0})
         until(lambda: live(server) == 1)
         server.server.handle_exit(15, None)
-        time.sleep(0.3)  # in which the server looks three times whether it may end
+        time.sleep(0.3)  # the server checks three times whether it may end
         with pytest.raises(
             openai.InternalServerError, match="the server is shutting down; retry on another replica"
         ) as error:
@@ -180,7 +180,7 @@ def test_a_request_that_the_engine_stumbles_over_fails_alone(server: Running, mo
 def test_a_text_that_fails_in_a_step_is_a_500_of_its_own(
     stream: bool, codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two texts of a request one fails; another request, which shares the steps, does not notice."""
+    """One of two outputs of a request fails; another request, which shares the steps, is not affected."""
     real, failing = Parrot._update, list[int]()
 
     def update(self: Parrot, number: int, text: Text) -> Update:
@@ -203,7 +203,7 @@ def test_a_text_that_fails_in_a_step_is_a_500_of_its_own(
 
 
 def test_64_connections_at_once(codec: Codec) -> None:
-    """Streams and whole answers, each with its own text."""
+    """Streams and whole responses, each with its own text."""
 
     async def ask(client: openai.AsyncOpenAI, number: int) -> str:
         prompt, settings = f"[{number}]", {"model": NAME, "max_tokens": 40, "temperature": 0}
@@ -245,7 +245,7 @@ def test_metrics_are_the_engines_counts(codec: Codec) -> None:
 
 
 def test_times_between_tokens_are_a_steps_time_shared_by_its_tokens() -> None:
-    """First token after 2 s, then 4 tokens after 3 s more, which count as 4 times 0.75 s."""
+    """The first token after 2 s, then 4 tokens after 3 s more, which count as 4 times 0.75 s."""
     metrics, times = EngineMetrics(lambda: Parrot().load), OutputTimes(asked=10.0)
     for count, now in ((0, 11.0), (1, 12.0), (4, 15.0)):
         metrics.grew(times, count, now)
@@ -261,7 +261,7 @@ def test_times_between_tokens_are_a_steps_time_shared_by_its_tokens() -> None:
 
 
 def held(server: Running, sent: bytes) -> socket.socket:
-    """A connection that has sent this and waits."""
+    """Return a connection that has sent this and waits."""
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), TIMEOUT)
     connection.sendall(sent)
@@ -279,7 +279,7 @@ HALVES = {
 def test_a_request_that_does_not_arrive_ends_its_connection(
     half: str, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a byte comes now and then; one that has arrived may take as long as it needs."""
+    """Even if a byte arrives now and then; a request that has arrived may take as long as it needs."""
     monkeypatch.setattr(connections, "ARRIVAL_S", 0.3)
     server.engine.go.clear()
     arrived = raw(server, {"prompt": "ab", "max_tokens": 4})
@@ -396,7 +396,7 @@ def test_answers_are_counted_and_logged_where_that_is_asked_for(
 def test_the_limit_of_open_files_is_raised(
     limits: tuple[int, int], wanted: tuple[int, int] | None, codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the server serves."""
+    """Before the server accepts requests."""
     given: list[tuple[int, int]] = []
     monkeypatch.setattr(api.Server, "run", lambda self, sockets: None)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
@@ -468,7 +468,7 @@ def test_an_address_that_is_taken_is_one_sentence() -> None:
 
 @pytest.mark.matrix
 def test_2000_requests_with_random_disconnects_leak_nothing(codec: Codec) -> None:
-    """Half of the clients leave: before the answer, or after some events."""
+    """Half of the clients disconnect: before the response, or after some events."""
     chosen = random.Random(0)
 
     async def ask(client: httpx2.AsyncClient, url: str) -> None:

@@ -1,4 +1,4 @@
-"""What `serve` and `generate` say about how texts are drafted, and what a server does before its first request."""
+"""What `serve` and `generate` print about drafting, and what a server does before its first request."""
 
 import json
 from pathlib import Path

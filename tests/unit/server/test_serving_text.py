@@ -1,4 +1,4 @@
-"""Characters as they come, and stop strings: the same however tokens arrive, none broken, none too early."""
+"""Streamed characters and stop strings: independent of how tokens arrive, never broken, never too early."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def read(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
 @given(prompt=LETTERS, text=LETTERS, cut=st.integers(0, 60))
 @example(prompt="€", text="", cut=1)
 def test_characters_are_whole_wherever_the_prompt_ends(codec: Codec, prompt: str, text: str, cut: int) -> None:
-    """Also where it ends inside of a character, which then belongs to the text."""
+    """Even if it ends inside a character, which then belongs to the output."""
     ids = codec.encode(prompt + text, special=False, positions=512)
     cut = min(cut, len(ids))
     whole = codec.decode(ids[:cut]).rstrip("�")
@@ -62,7 +62,7 @@ def test_a_leading_space_depends_on_the_prompt() -> None:
 
 
 class Rewriting:
-    """A backend whose decoder takes back what it has given out."""
+    """A backend whose decoder changes text that it has already returned."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "x" * len(ids)
@@ -78,7 +78,7 @@ def test_a_decoder_that_takes_characters_back_loses_none(monkeypatch: pytest.Mon
        min_size=1, max_size=3), borders=st.lists(st.integers(0, 20)))  # fmt: skip
 @example(text="abcab", stops=["bcb", "ca"], borders=[1, 2, 3])
 def test_stop_strings_do_not_depend_on_the_pieces(text: str, stops: list[str], borders: list[int]) -> None:
-    """A text ends before the stop string that is whole first, and nothing of it went out earlier."""
+    """An output ends before the stop string that is complete first, and no part of it is sent earlier."""
     edges = sorted({0, len(text), *(border for border in borders if border < len(text))})
     strings, out, stop = StopStrings(tuple(stops)), "", None
     for start, end in pairwise(edges):
@@ -114,7 +114,7 @@ def test_the_cut_keeps_the_token_that_completes_a_stop_string(codec: Codec, text
 
 @given(text=st.text(alphabet="ab€", max_size=12), stop=st.text(alphabet="ab€", min_size=1, max_size=3))
 def test_a_token_is_read_once_whoever_comes_first(codec: Codec, text: str, stop: str) -> None:
-    """The engine reads a step before the answer does; what goes out is what an answer alone would read."""
+    """The engine reads a step before the response does; the output equals what a response alone would send."""
     ids = codec.encode(text, special=False, positions=512)
     alone, shared = (OutputText(codec.detokenizer([]), (stop,)) for _ in range(2))
     reads: list[int] = []
@@ -131,7 +131,7 @@ def test_a_token_is_read_once_whoever_comes_first(codec: Codec, text: str, stop:
 def test_another_rank_takes_the_same_request_and_ends_it_where_rank_0_does(
     least: int, codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines of two ranks must take the same steps; the detokenizer does not travel, and is made anew."""
+    """Engines of two ranks must take the same steps; the detokenizer is not sent, but created anew."""
     prompt, text = (codec.encode(one, special=False, positions=99) for one in ("€", "abcabcabc"))
     cut = OutputText(codec.detokenizer(prompt), ("bc",), least)
     request = Request(prompt, 9, Sampling(0.5), 7, stop_ids=frozenset({1}), cut=cut, logprobs=2)
@@ -194,7 +194,7 @@ def test_other_threads_run_while_a_long_text_is_tokenized(codec: Codec) -> None:
 def test_texts_are_too_long_before_they_are_tokenized(
     normalizer: dict[str, Any] | None, strips: bool, longest: int | None, codec: Codec
 ) -> None:
-    """The longest token is <|endoftext|>; a text that a normalizer or an added token may shorten is tokenized."""
+    """The longest token is <|endoftext|>; texts that a normalizer or an added token may shorten are tokenized."""
     assert codec.backend is not None
     form = json.loads(codec.backend.to_str())
     form["normalizer"], form["added_tokens"][0]["rstrip"] = normalizer, strips

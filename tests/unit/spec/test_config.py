@@ -1,4 +1,4 @@
-"""config.py: the settings that become flags, and what is said of wrong ones."""
+"""config.py: the settings that become flags, and error messages for wrong ones."""
 
 import math
 from dataclasses import FrozenInstanceError, fields

@@ -1,4 +1,4 @@
-"""spec/attention.py and model/rope.py: a drafter's heads behind every trunk, and its angles against transformers'."""
+"""spec/attention.py and model/rope.py: a drafter's heads on every trunk, and its angles against transformers'."""
 
 from argparse import Namespace
 from dataclasses import replace

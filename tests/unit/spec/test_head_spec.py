@@ -1,4 +1,4 @@
-"""spec/head.py: every setting of a drafter has a value, and what a checkpoint keeps of them gives the same drafter."""
+"""spec/head.py: every drafter setting has a value, and what a checkpoint stores of them gives the same drafter."""
 
 from dataclasses import replace
 from typing import Any
@@ -34,7 +34,7 @@ NUMBERS: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def drafters(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    """A kind, and some settings that it reads."""
+    """Draw a kind, and some settings that it reads."""
     kind = draw(st.sampled_from(sorted(DRAFTERS)))
     read = [name for name in NUMBERS if kind in readers_of(name)]
     return kind, {name: draw(st.none() | NUMBERS[name]) for name in read}
@@ -46,7 +46,7 @@ def test_what_a_checkpoint_keeps_gives_the_same_drafter(drawn: tuple[str, dict[s
     made = HeadSpec.resolve(kind, settings, TRUNK)
     kept = made.arguments(TRUNK)
     assert HeadSpec.resolve(kind, kept, TRUNK) == made
-    for name, value in settings.items():  # what was given is kept, or is what nobody need give
+    for name, value in settings.items():  # given settings are stored, unless they equal the default
         without = HeadSpec.resolve(kind, {**settings, name: None}, TRUNK)
         assert kept[name] == value or without == made or name == "drafter_layers"
 

@@ -1,4 +1,4 @@
-"""A package from outside adds a row to a table by an entry point, and cannot replace one of ours."""
+"""An external package adds a row to a table by an entry point, and cannot replace one of ours."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from megatron_mtp.spec.registry import Imported, Registry
 
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An installed package without rows."""
+    """Create an installed package without rows."""
     (tmp_path / "outside_parts.py").write_text("focal = 'outside focal'\n", encoding="utf-8")
     (tmp_path / "outside-1.0.dist-info").mkdir()
     (tmp_path / "outside-1.0.dist-info/METADATA").write_text("Name: outside\nVersion: 1.0\n", encoding="utf-8")
@@ -68,7 +68,7 @@ def test_an_extension_that_lacks_another_package_is_named(outside: Path, monkeyp
         (outside / name / "__init__.py").touch()
     (outside / "megatron_mtp/extensions/lacking/part.py").write_text("import no_such_module\n", encoding="utf-8")
     monkeypatch.setattr(megatron_mtp, "__path__", [str(outside / "megatron_mtp")])
-    monkeypatch.setattr(megatron_mtp, "extensions", None, raising=False)  # the import below sets it
+    monkeypatch.setattr(megatron_mtp, "extensions", None, raising=False)  # set by the import below
     for name in [one for one in sys.modules if one.startswith("megatron_mtp.extensions")]:
         monkeypatch.delitem(sys.modules, name)
     register(outside, "lacking = megatron_mtp.extensions.lacking.part:part")
@@ -102,7 +102,7 @@ def test_rows_that_are_imported_when_looked_up(outside: Path) -> None:
 def test_a_checkout_registers_what_its_pyproject_names_installed_or_not(
     outside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So a checkout on the path works as it is, and one that was installed before a change knows what is new."""
+    """So a checkout on the path works without installation, and one installed before a change finds new entries."""
     project = '[project]\nname = "megatron-mtp"\n'
     rows = '[project.entry-points."megatron_mtp.tested"]\nfocal = "outside_parts:focal"\n'
     (outside / "pyproject.toml").write_text(project + rows, encoding="utf-8")

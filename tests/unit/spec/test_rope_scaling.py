@@ -48,7 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
         },
     ),
 }
-"""By the scaling: its keys, whether attention is latent, and Megatron's arguments."""
+"""For each scaling: its keys, whether attention is latent, and Megatron's arguments."""
 
 
 @pytest.mark.parametrize("case", CASES)

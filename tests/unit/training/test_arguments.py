@@ -1,4 +1,4 @@
-"""Bad input ends the program with one sentence before a model is built; this machine's flags are added and said."""
+"""Bad input ends the program with one sentence before a model is built; this machine's flags are added and printed."""
 
 import contextlib
 import re
@@ -216,7 +216,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_run_without_other_data_trains_without_evaluations(
     flags: str, evaluations: int, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Megatron would take batches from data sets that it has not built."""
+    """Megatron would take batches from datasets that it has not built."""
     data = f"--train-data-path {corpus}" if flags == "PER_SPLIT" else f"--data-path {corpus} {flags}"
     words = f"{MODEL} {ROPE} {DEPTHS} {data} --eval-iters 3"
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words.split(), *flags_without(CUDA)])
@@ -237,7 +237,7 @@ def test_evaluations_without_data_are_one_sentence(
 
 @pytest.fixture
 def checkpoint(megatron: None, tmp_path: Path) -> Path:
-    """A checkpoint of a trunk with one sequential depth, as far as its index says."""
+    """Create a checkpoint of a trunk with one sequential MTP layer, according to its metadata."""
     folder = tmp_path / "iter_0000001"
     folder.mkdir()
     names = ["decoder.final_layernorm.weight", "mtp.layers.0.eh_proj.weight", "mtp.layers.0.enorm.weight"]
@@ -272,7 +272,9 @@ def test_other_depths_than_stored_need_a_word(
 def test_depths_of_the_older_format_are_counted(
     flags: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """--ckpt-format torch made them at random without a word; two pipeline stages, the depth is on the last."""
+    """Regression: --ckpt-format torch silently initialized them at random; two pipeline stages, the MTP layer on the
+    last.
+    """
     names = {"00_000": "decoder.layers.0.x", "00_001": "mtp.layers.0.eh_proj.weight"}
     for rank, name in names.items():
         file = tmp_path / "iter_0000001" / f"mp_rank_{rank}" / "model_optim_rng.pt"
@@ -315,7 +317,7 @@ UNUSED = (
 def test_depths_are_switched_off_in_a_line_that_has_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As --mtp-num-layers 0 behind a script's flags does it; each of these flags was refused."""
+    """With --mtp-num-layers 0 after a script's flags; each of these flags was rejected before."""
     words = f"{MODEL} {ROPE} {MOCK} {UNUSED} --mtp-linear-ce-main --mtp-num-layers 0"
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words.split(), *flags_without(CUDA)])
     args, model = parse_checked_args()
@@ -359,7 +361,7 @@ def test_a_bad_list_of_draft_tokens_is_one_sentence(
 
 @pytest.fixture
 def drafting_checkpoint(megatron: None, tmp_path: Path) -> Path:
-    """One of two depths that draft the tokens 2, 3 and 5, as far as its index says."""
+    """Create one with two MTP layers that draft the tokens 2, 3 and 5, according to its metadata."""
     folder = tmp_path / "iter_0000001"
     folder.mkdir()
     names = [f"mtp.layers.{layer}.eh_proj.weight" for layer in (0, 1)]
@@ -446,7 +448,7 @@ def test_a_gpu_gets_the_flags_for_the_kernels_that_are_missing(
 def test_help_shows_our_flags_and_megatrons_when_asked_to(
     flag: str, shown: str, hidden: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Megatron's parser alone fails here, over a percent sign in one of its help texts."""
+    """Megatron's own parser fails here on a percent sign in one of its help texts."""
     with contextlib.suppress(SystemExit):
         assert cli.main(["train", flag]) == 0
     text = capsys.readouterr().out
@@ -489,7 +491,7 @@ def test_our_alias_takes_the_place_of_a_flag_of_a_newer_megatron() -> None:
 def test_megatrons_commonest_refusals_name_the_flags_that_were_typed(
     flags: str, ranks: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first one named --eval-global-batch-size, which nobody had given."""
+    """Regression: the first error named --eval-global-batch-size, which was not given."""
     for name, value in {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     assert says in refusal(f"{ROPE} {MOCK} {flags}", monkeypatch, capsys)
@@ -524,7 +526,7 @@ def test_a_missing_flag_is_named(
 def test_all_missing_flags_are_named_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of the example in --help, which then starts; a plan needs no data and no schedule."""
+    """Adding those of the --help example starts the run; a plan needs no data and no schedule."""
     monkeypatch.setattr(sys, "argv", ["train", *DEPTHS.split()])
     with pytest.raises(SystemExit):
         main(sys.argv, on_cpu=True)
@@ -548,7 +550,7 @@ def test_an_older_checkpoint_names_its_layout(
 
 
 def test_the_first_example_of_the_help_names_all_that_a_run_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended before the first step, for --eval-interval was missing."""
+    """Regression: it failed before the first step, because --eval-interval was missing."""
     first = EXAMPLES.partition("megatron-mtp train ")[2].partition("\n\n")[0].replace("\\\n", " ")
     words = first.partition("--data-path")[0] + f"{MOCK} --tokenizer-type NullTokenizer --vocab-size 99"
     monkeypatch.setattr(sys, "argv", ["train", *words.split(), *flags_without(CUDA)])

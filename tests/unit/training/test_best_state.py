@@ -1,4 +1,4 @@
-"""training/best_state.py: the best state is named once it is saved, and what a kill leaves is a state that is there."""
+"""training/best_state.py: the best state is recorded once it is saved, and after a kill the recorded state exists."""
 
 import json
 from argparse import Namespace
@@ -29,7 +29,7 @@ def save(folder: Path, step: int) -> None:
 
 
 def judged(state: BestState, folder: Path, lengths: dict[int, float]) -> list[int]:
-    """The steps whose state was the best so far; each is saved then."""
+    """Return the steps whose state was the best so far; each is then saved."""
     found = []
     for step, length in lengths.items():
         if state.learn(step, length):
@@ -51,7 +51,7 @@ def test_the_best_state_alone_stays_beside_those_of_the_interval(tmp_path: Path)
         8,
         10,
     ]
-    assert iterations(tmp_path) == [8, 10]  # 8 is of --save-interval
+    assert iterations(tmp_path) == [8, 10]  # 8 is from --save-interval
     assert read_best(tmp_path) == Best(10, 1.5)
     assert [state.is_over(step) for step in (14, 16)] == [False, True]
     save(tmp_path, 24)
@@ -70,7 +70,7 @@ def test_a_resumed_run_knows_the_best_so_far_and_a_new_one_does_not(tmp_path: Pa
 
 
 def test_a_best_state_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's loop saves that of step 8, of --save-interval, and we save the others."""
+    """Megatron's loop saves step 8 because of --save-interval, and we save the others."""
     args, saved = run(tmp_path, do_valid=True), list[str]()
     metrics: Any = SimpleNamespace(best=BestState(args), validated=0.0, keep_best=lambda: None)
     monkeypatch.setattr(training, "get_args", lambda: args)
@@ -110,7 +110,7 @@ def test_a_run_that_has_ended_is_not_trained_again(tmp_path: Path) -> None:
     judged(state, tmp_path, {2: 1.1})
     assert ended_run(run(tmp_path)) is None
     state.end()
-    (tmp_path / TRACKER).write_text("24")  # a kill before the tracker
+    (tmp_path / TRACKER).write_text("24")  # a kill before the tracker is written
     best = ended_run(run(tmp_path))
     assert best is not None
     best.settle(tmp_path)

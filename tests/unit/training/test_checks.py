@@ -1,4 +1,4 @@
-"""training/checks.py: what Megatron would take in silence, or end over without an exception, is one sentence."""
+"""training/checks.py: what Megatron would silently accept, or abort on without an exception, is one sentence."""
 
 import os
 import platform
@@ -24,7 +24,7 @@ MAMBA = "--mamba-head-dim 8 --mamba-state-dim 8"
 
 
 def test_every_flag_of_the_ranges_is_one_of_megatrons() -> None:
-    """A name that is misspelt would be checked never."""
+    """A misspelled name would never be checked."""
     known = {action.dest: action.option_strings for action in add_megatron_arguments(ArgumentParser())._actions}
     names = [name for _, _, named in RANGES for name in named.split()]
     assert len(names) == len(set(names))
@@ -90,13 +90,13 @@ def test_a_number_that_megatron_takes_in_silence_is_refused(name: str, number: f
 def test_what_would_pass_in_silence_is_one_sentence(
     flags: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without Transformer Engine, a run with --fp8-format trained in full precision and said nothing."""
+    """Regression: without Transformer Engine, a run with --fp8-format silently trained in full precision."""
     assert says in refusal(f"{ROPE} {MOCK} {flags}", monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("name", ["/nowhere", "nobody/has-it"])
 def test_a_tokenizer_that_nobody_can_look_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers would try for most of a minute, and print what it tried."""
+    """transformers would retry for most of a minute, and print its attempts."""
 
     def unknown(*_: object) -> None:
         raise OSError("Name or service not known")
@@ -116,7 +116,7 @@ def test_a_tokenizer_that_nobody_can_look_up(name: str, monkeypatch: pytest.Monk
 @pytest.fixture
 def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*GIVEN_GPUS, "CUDA_DEVICE_MAX_CONNECTIONS", ALLOW_CPU):
-        monkeypatch.setenv(name, "")  # so that it is put back after the test
+        monkeypatch.setenv(name, "")  # restored after the test
         monkeypatch.delenv(name)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
@@ -149,7 +149,7 @@ def test_a_rank_on_the_cpu_in_a_job_with_gpus_is_refused(
 
 @pytest.mark.usefixtures("_nothing_set")
 def test_a_rank_that_drafts_takes_its_device_before_it_meets_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After it, NCCL has all ranks of a node on the first device."""
+    """Otherwise NCCL would put all ranks of a node on the first device."""
     taken: list[Any] = []
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
     monkeypatch.setattr("torch.cuda.set_device", taken.append)

@@ -1,4 +1,4 @@
-"""Megatron's flags reach the data sets."""
+"""Megatron's flags reach the datasets."""
 
 import sys
 from argparse import Namespace

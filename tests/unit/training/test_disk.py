@@ -1,4 +1,4 @@
-"""training/disk.py: room for checkpoints before the first step, and saves that fail on a full disk."""
+"""training/disk.py: space for checkpoints before the first step, and saves that fail on a full disk."""
 
 import errno
 import shutil
@@ -61,7 +61,7 @@ def test_a_run_whose_checkpoint_does_not_fit_does_not_begin(
         (one, "> 3 check"),
     ):
         free(monkeypatch, left)
-        check_room(arguments(tmp_path, train_iters=5), [model], has_optimizer=True)  # of steps 2, 4 and 5
+        check_room(arguments(tmp_path, train_iters=5), [model], has_optimizer=True)  # at steps 2, 4 and 5
         assert capsys.readouterr().out.startswith(said)
         assert said or not capsys.readouterr().out
     free(monkeypatch, one - 1)
@@ -73,7 +73,7 @@ def test_a_run_whose_checkpoint_does_not_fit_does_not_begin(
 
 @pytest.fixture
 def saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Metrics, list[str]]]:
-    """Saves of steps 2, 4, .. that end so; the iterations that are left, and what the timers did."""
+    """Save at steps 2, 4, ... with these outcomes; return the remaining iterations, and the timers' calls."""
     timed: list[str] = []
 
     def timer(name: str, **_: Any) -> SimpleNamespace:
@@ -124,7 +124,7 @@ def test_a_save_that_works_again_ends_the_matter(saves: Callable[..., tuple[Metr
 def test_a_run_that_cannot_go_on_ends_with_a_sentence(
     ends: tuple[BaseException | None, ...], changes: dict[str, Any], saves: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Its last save; one of several ranks; one whose best state would be lost."""
+    """Its last save failed; one of several ranks failed; its best state would be lost."""
     with pytest.raises(InputError, match=r"is full: step .* is not saved, .*; free some, and run"):
         saves(*ends, **changes)
 

@@ -1,4 +1,4 @@
-"""`evaluate`: the flags with which --text becomes a corpus; contexts and sources that cannot be counted."""
+"""`evaluate`: the flags that turn --text into a corpus; contexts and sources that cannot be counted."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_what_figures_depend_on_can_be_set(tmp_path: Path, capsys: pytest.Captur
 def test_a_text_has_as_many_batches_as_its_tokens_have_labels_for(
     tokens: int, batches: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of sequences of 32 tokens, the last of which needs the token behind it."""
+    """Sequences have 32 tokens, and the last one needs the next token as its label."""
     tokenizer = train_bpe(["some words to make a vocabulary of"] * 3, 260, tmp_path / "bpe")
     source = trained(tmp_path / "mcore", tokenizer=tokenizer)
     monkeypatch.setattr(preprocess, "main", lambda *_: 0)

@@ -1,4 +1,4 @@
-"""The floating-point operations of Megatron's log: of every pass of a repeated layer."""
+"""The FLOPs in Megatron's log include every pass of a repeated layer."""
 
 from argparse import Namespace
 from typing import Any

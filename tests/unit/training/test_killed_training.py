@@ -1,4 +1,4 @@
-"""A training that is killed at any moment, however often, ends with the checkpoints of one that nobody killed.
+"""Training that is killed at random moments, however often, ends with the checkpoints of an uninterrupted run.
 
 The first tier has one kill while a checkpoint is written: tests/functional/test_resume.py.
 """

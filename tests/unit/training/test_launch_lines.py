@@ -1,4 +1,4 @@
-"""Launch lines of models that are trained with Megatron-LM take depths by one flag more, and keep their meaning."""
+"""Launch lines of models trained with Megatron-LM get MTP layers by one more flag, and otherwise keep their meaning."""
 
 import itertools
 import re
@@ -29,12 +29,12 @@ KERNELS = [
     "transformer.moe.moe_utils.fused_sort_chunks_by_index_with_probs",
     "transformer.moe.moe_utils.fused_unpermute",
 ]
-"""Transformer Engine's, which configurations ask for."""
+"""Transformer Engine features that configurations request."""
 
 
 @pytest.fixture(autouse=True)
 def _machine_of_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as arguments are validated, an H100 with Transformer Engine."""
+    """Simulate an H100 with Transformer Engine, as far as argument validation needs it."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr("megatron_mtp.megatron.cpu.installed", lambda: False)
     monkeypatch.setattr("megatron.core.utils._te_version", Version("2.9.0"))
@@ -44,7 +44,7 @@ def _machine_of_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launch(line: Line, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be the first process of this line."""
+    """Become the first process of this launch line."""
     text = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {line.vocabulary}"
     depths = f"--mtp-num-layers {line.depths}"
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *flags.split(), *text.split(), *depths.split()])
@@ -53,9 +53,9 @@ def launch(line: Line, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def differences(ours: Namespace, megatrons: Namespace) -> list[str]:
-    """Names of arguments that the two have with different values, ours apart.
+    """Return names of arguments with different values, excluding our own.
 
-    The mask of a data loader that makes none is causal, which attention is without a mask.
+    If a data loader creates no mask, it counts as causal, since attention without a mask is causal.
     """
     own = vars(add_mtp_arguments(ArgumentParser()).parse_args([]))
     shared = (
@@ -84,7 +84,7 @@ WITHOUT_TE = "Transformer Engine|transformer-engine|install TE|without a CUDA de
 
 @pytest.mark.parametrize("name", tiered(LINES, list(LINES)[1::3]))
 def test_a_line_without_transformer_engine_trains_or_names_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the flags that a machine without it adds; a fusion that the line itself asks for is refused."""
+    """With the flags added on such a machine; a fusion that the line itself requests is rejected."""
     line = LINES[name]
     monkeypatch.undo()
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
@@ -99,7 +99,7 @@ def test_a_line_without_transformer_engine_trains_or_names_it(name: str, monkeyp
 
 
 def settings(config: TransformerConfig) -> dict[str, Any]:
-    """What a model computes, as far as its sizes and its router say it."""
+    """Return what a model computes, from its sizes and its router settings."""
     names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels mtp_num_layers "
     names += "num_moe_experts moe_router_topk moe_router_score_function moe_layer_freq multi_latent_attention "
     names += "normalization qk_layernorm activation_func window_size softmax_type"
@@ -108,7 +108,7 @@ def settings(config: TransformerConfig) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", tiered(LINES, list(LINES)[::3]))
 def test_a_checkpoint_of_a_line_drafts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one rank and two, with Transformer Engine and without, whatever the run's layout, fusions and precisions."""
+    """On one rank and two, with and without Transformer Engine, whatever the run's layout, fusions and precision."""
     line = LINES[name]
     launch(line, line.mended, monkeypatch)
     args, model = parse_checked_args()
@@ -126,7 +126,7 @@ def test_a_checkpoint_of_a_line_drafts(name: str, monkeypatch: pytest.MonkeyPatc
         assert (config.transformer_impl == "transformer_engine") == (has_te and ranks == 2)
         assert (config.tensor_model_parallel_size, config.pipeline_model_parallel_size) == (ranks, 1)
         assert (config.fp8, config.params_dtype) == (None, torch.bfloat16)
-        assert config.moe_input_jitter_eps is config.moe_expert_capacity_factor is None  # they change texts
+        assert config.moe_input_jitter_eps is config.moe_expert_capacity_factor is None  # they would change outputs
 
 
 REFUSED = {name: line for name, line in LINES.items() if line.refused is not None}

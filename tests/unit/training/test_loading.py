@@ -1,6 +1,6 @@
-"""What a verb does with a checkpoint that somebody has planted code in, that is damaged, or that is not there.
+"""What a verb does with a checkpoint that contains malicious code, is damaged, or is missing.
 
-`loading_cases.py` has the cases; all of them run in one process, which takes longer to start than any of them.
+`loading_cases.py` has the cases; all run in one process, which takes longer to start than any of them.
 """
 
 import json
@@ -26,7 +26,7 @@ def told(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) 
 
 
 def refused(case: dict[str, Any]) -> bool:
-    """With one sentence, of which Megatron's own lines may stand in front."""
+    """Return whether it failed with one sentence, possibly after Megatron's own lines."""
     said = case["error"].splitlines()
     sentences = [line for line in said if " error: " in line]
     return case["status"] == 2 and len(sentences) == 1 and said[-1] == sentences[0] and sentences[0].endswith(".")
@@ -39,7 +39,7 @@ def test_planted_code_is_never_run(told: Told, pytestconfig: pytest.Config) -> N
 
 
 DESCRIBED = ("pickle: arguments in .distcp", "pickle: common.pt", "pickle: .distcp")
-"""Checkpoints whose list of tensors is whole: `inspect` describes them, and ends with status 1."""
+"""Checkpoints whose list of tensors is intact: `inspect` describes them, and exits with status 1."""
 
 
 def test_every_damage_is_one_sentence_with_status_2(told: Told) -> None:

@@ -1,4 +1,4 @@
-"""What a user's own script imports: Megatron's functions with ours beside, and a sentence where it is half changed."""
+"""Imports for a user's own script: Megatron's functions next to ours, and an error if it is only partly changed."""
 
 import sys
 from argparse import ArgumentParser
@@ -23,7 +23,7 @@ FLAGS = (
 
 @pytest.fixture
 def command_line(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The user's flags."""
+    """Return the user's flags."""
     single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     for name, value in single.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""A run's numbers reach the table, the file and the plot, each counted once."""
+"""A run's metrics reach the table, the file and the plot, each counted once."""
 
 import errno
 import json
@@ -64,7 +64,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
 
 def train(metrics: Metrics, args: Namespace, first: int, last: int) -> None:
-    """Steps `first` .. `last`, two microbatches each; step n has a mean loss of n."""
+    """Run steps `first` .. `last` with two microbatches each; step n has a mean loss of n."""
     for step in range(first, last + 1):
         metrics.begin_step()
         metrics.add(report(4.0 * step, 4), {})
@@ -134,7 +134,7 @@ def test_evaluations_say_on_what_data_they_were(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Twice on validation data, and on test data, whose losses Megatron would write under the names of validation."""
+    """Twice on validation data, and on test data, whose losses Megatron would write under validation's names."""
     writer = Writer()
     monkeypatch.setattr(metrics_module, "get_tensorboard_writer", lambda: writer)
     args.multiple_validation_sets, args.validation_set_names = sets > 1, names
@@ -151,7 +151,7 @@ def test_evaluations_say_on_what_data_they_were(
 def test_a_step_has_one_evaluation_of_each_name(
     args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop evaluates steps 2 and 4; after it Megatron evaluates step 4 on other batches, then on test data."""
+    """The loop evaluates steps 2 and 4; then Megatron evaluates step 4 on other batches, then on test data."""
     writer, metrics = Writer(), Metrics(tmp_path)
     monkeypatch.setattr(metrics_module, "get_tensorboard_writer", lambda: writer)
 
@@ -174,7 +174,7 @@ def test_a_step_has_one_evaluation_of_each_name(
     assert len(writer.written) == len(set(writer.written))
     assert {("lm loss validation", 4), ("lm loss test", 4)} < set(writer.written)
 
-    args.iteration = 4  # the same command again: no step is left, and the evaluation after the run takes place
+    args.iteration = 4  # the same command again: no step is left, and the final evaluation runs
     again = Metrics(tmp_path)
     evaluate(again, "validation", 1)
     again.close()
@@ -197,7 +197,7 @@ def test_a_run_whose_last_step_is_not_evaluated_is_evaluated_after_it(args: Name
 def test_the_last_evaluation_is_recorded_beside_a_checkpoint(
     is_training: bool, args: Namespace, tmp_path: Path
 ) -> None:
-    """Once there is one; `evaluate`, which trains nothing, records it beside the checkpoint that it reads."""
+    """If there is one; `evaluate`, which does not train, records it next to the checkpoint that it reads."""
     args.save, args.load, args.skip_train = (tmp_path, None, False) if is_training else (None, tmp_path, True)
     metrics = Metrics(None)
     evaluate(metrics, "validation", 1)
@@ -213,7 +213,7 @@ RATES = ("mtp_1 acceptance", "mtp_1 conditional acceptance", "mtp_1 overlap", "e
 
 
 class Writer:
-    """Of TensorBoard, as far as it is asked."""
+    """A minimal TensorBoard writer."""
 
     def __init__(self) -> None:
         self.written: list[tuple[str, int]] = []
@@ -223,7 +223,7 @@ class Writer:
 
 
 def test_training_rows_say_what_a_step_cost(args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 1, 3 and 2 s; what is between them, such as an evaluation of 100 s, is not part of any."""
+    """Steps of 1, 3 and 2 s; time between them, such as an evaluation of 100 s, belongs to none."""
     now = iter([0.0, 1.0, 2.0, 5.0, 5.0, 7.0, 107.0, 108.0])
     monkeypatch.setattr(metrics_module, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     args.log_interval = 3
@@ -246,7 +246,7 @@ def test_training_rows_say_what_a_step_cost(args: Namespace, tmp_path: Path, mon
 def test_steps_that_are_left_out_are_named_and_counted(
     args: Namespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 6 steps the 2nd, the 3rd and the last: the loop goes past them without a word."""
+    """Steps 2, 3 and the last of 6: the loop skips them silently."""
     args.iterations_to_skip, args.train_iters = [2, 3, 6], 6
     metrics = Metrics(tmp_path)
     train(metrics, args, 1, 1)
@@ -265,7 +265,7 @@ def test_steps_that_are_left_out_are_named_and_counted(
         ({"exit_interval": 2, "exit_duration_in_mins": 5}, 3, "--exit-duration-in-mins 5"),
         ({"exit_signal_handler": True, "exit_interval": 2}, 3, "SIGTERM, by --exit-signal-handler"),
         ({"phase_transition_iterations": [3]}, 3, "--phase-transition-iterations 3"),
-        ({"exit_interval": 4}, 4, None),  # the last step, too
+        ({"exit_interval": 4}, 4, None),  # the last step too
     ],
 )
 def test_a_run_that_ends_early_says_by_what(
@@ -289,7 +289,7 @@ def test_a_run_that_ends_early_says_by_what(
 def test_figures_of_the_mtp_layers_that_vary_and_the_throughput_are_in_a_row(
     args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rate of its own, lowest in proportion, and lambda halfway from 0.4 to 0.2; 6 TFLOP of 2 ranks in 1.5 s."""
+    """A separate rate with a proportional minimum, and lambda halfway from 0.4 to 0.2; 6 TFLOP on 2 ranks in 1.5 s."""
     args.lr, args.min_lr, args.curr_iteration, args.mtp_loss_scaling_factor = 1e-3, 1e-4, 5, 0.4
     schedule = SimpleNamespace(get_lr=lambda group: (group["max_lr"] + group["min_lr"]) / 2)
     settings = MTPConfig(mtp_lr=1e-2, mtp_loss_schedule="cosine", mtp_loss_schedule_steps=10, mtp_loss_final_factor=0.2)
@@ -324,7 +324,7 @@ def test_how_a_run_was_started_is_recorded(
     assert set(start["versions"]) == {"megatron-mtp", "megatron-core", "torch"}
     assert (
         "+" not in start["versions"]["megatron-core"]
-    )  # which Megatron's __version__ takes from any repository around
+    )  # Megatron's __version__ takes it from any enclosing repository
     assert record(tmp_path)["arguments"] == {**vars(args), "params_dtype": "torch.bfloat16"}
     args.iteration = 2
     write_run_record(tmp_path, args)
@@ -428,7 +428,7 @@ def test_table_multiplies_the_conditional_rates() -> None:
 def test_a_full_disk_does_not_end_a_run(
     args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is said once, and what was written half is taken back, so that later rows are whole."""
+    """It is reported once, and a partial write is undone, so that later rows are complete."""
     metrics, space = Metrics(tmp_path), [5]
     train(metrics, args, 1, 2)
 
@@ -473,7 +473,7 @@ DAMAGED_ROWS = (
 @pytest.mark.parametrize("damaged", DAMAGED_ROWS, ids=lambda row: ascii(row[:40]))
 def test_a_damaged_row_does_not_end_a_resumed_run(damaged: bytes, args: Namespace, tmp_path: Path) -> None:
     whole = b'{"iteration": 1, "split": "training", "lm loss": 1.0}'
-    (tmp_path / run_files.METRICS).write_bytes(damaged + b"\n" + whole)  # whose end of the line a kill has cut off
+    (tmp_path / run_files.METRICS).write_bytes(damaged + b"\n" + whole)  # a kill has cut off its line ending
     args.iteration = 1
     resumed = Metrics(tmp_path)
     train(resumed, args, 2, 4)

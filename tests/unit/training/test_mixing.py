@@ -1,4 +1,4 @@
-"""model/mixing.py: the states that depths continue from, against the definition read position by position."""
+"""model/mixing.py: the states that MTP layers continue from, against the definition computed position by position."""
 
 from dataclasses import replace
 from types import SimpleNamespace

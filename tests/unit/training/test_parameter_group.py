@@ -1,4 +1,4 @@
-"""training/parameter_group.py: rates of the MTP layers, also of a run that goes on with other flags."""
+"""training/parameter_group.py: learning rates of the MTP layers, including in a run resumed with other flags."""
 
 from copy import deepcopy
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ KINDS = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoup
 
 
 def optimizer(rate: float, start: float) -> ChainedOptimizer:
-    """Of three groups: weights and norms of the trunk, and MTP layers at half of its rate; parameters are `start`."""
+    """Return three groups: trunk weights, trunk norms, and MTP layers at half the rate; parameters are `start`."""
     groups = [
         {"params": [torch.nn.Parameter(torch.tensor([start]))], **KINDS, "max_lr": rate, "min_lr": 0.0},
         {"params": [torch.nn.Parameter(torch.tensor([start]))], **KINDS, "max_lr": rate, "min_lr": 0.0, "wd_mult": 0.0},

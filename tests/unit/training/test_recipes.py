@@ -1,4 +1,4 @@
-"""Every recipe of scripts/slurm: what its job would start goes through the stage that reads a run's arguments."""
+"""Every recipe of scripts/slurm: the command that its job would start passes argument validation."""
 
 import sys
 from argparse import Namespace
@@ -19,17 +19,17 @@ PARAMETERS = {
     "smollm2_135m": 134_515_008,
     "tiny": 98_496,
 }
-"""Of the trunks. Qwen3-8B and SmolLM2-135M have as many tensor elements in their safetensors files."""
+"""Parameters of the trunks. Qwen3-8B and SmolLM2-135M have as many tensor elements in their safetensors files."""
 
 
 def parsed(recipe: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> Namespace:
-    """Arguments of the first rank of a run on the recipe's GPUs, with a vocabulary but without data to read."""
+    """Return arguments of a run's first rank on the recipe's GPUs, with a vocabulary but without data."""
     data = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY[recipe]}".split()
     if "--data-path" in flags:
         at = flags.index("--data-path")
         del flags[at : at + 2]
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *flags, *data])
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))  # the kernels for experts ask for it
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))  # the expert kernels query it
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(GPUS[recipe])}.items():
         monkeypatch.setenv(name, value)
     set_machine_flags(sys.argv, on_cpu=True)
@@ -38,7 +38,7 @@ def parsed(recipe: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> Na
 
 
 def parameters(args: Namespace, vocabulary: int) -> int:
-    """Of the trunk, counted from its sizes."""
+    """Return the trunk's parameters, computed from its sizes."""
     hidden, layers = args.hidden_size, args.num_layers
     tables = 2 if args.untie_embeddings_and_output_weights else 1
     if args.hybrid_layer_pattern is not None:
@@ -56,14 +56,14 @@ def parameters(args: Namespace, vocabulary: int) -> int:
 
 
 def mamba(args: Namespace) -> int:
-    """Parameters of one layer's Mamba-2: projections, convolution of four positions, dt, A, D, and a norm."""
+    """Return parameters of one Mamba-2 layer: projections, convolution of four positions, dt, A, D, and a norm."""
     heads = args.mamba_num_heads
     inner, shared = heads * args.mamba_head_dim, 2 * args.mamba_num_groups * args.mamba_state_dim
     return args.hidden_size * (3 * inner + shared + heads) + 5 * (inner + shared) + 3 * heads + inner
 
 
 def attention(args: Namespace) -> int:
-    """Parameters of one layer's attention."""
+    """Return parameters of one attention layer."""
     hidden, heads = args.hidden_size, args.num_attention_heads
     if not args.multi_latent_attention:
         groups = args.num_query_groups if args.group_query_attention else heads
@@ -84,6 +84,6 @@ def test_a_recipe_is_read_as_the_model_that_it_names(
     flags = words[words.index(str(cluster.run / "jobs/123456/code/pretrain_gpt.py")) + 1 :]
     args = parsed(recipe, flags, monkeypatch)
     assert parameters(args, VOCABULARY[recipe]) == PARAMETERS[recipe]
-    assert epsilon_note(args) == {}  # of latent attention: transformers computes the exported model
+    assert epsilon_note(args) == {}  # about latent attention: transformers computes the exported model
     assert args.exit_signal_handler
     assert args.save == args.load == str(cluster.run / "checkpoint")

@@ -1,4 +1,4 @@
-"""--config: a file of flags is the command line that it stands for, and what is wrong with it is one sentence."""
+"""--config: a file of flags equals the corresponding command line, and mistakes in it are one sentence."""
 
 from argparse import ArgumentParser, BooleanOptionalAction
 from pathlib import Path
@@ -41,14 +41,14 @@ def test_a_file_says_what_one_would_type(parser: ArgumentParser, tmp_path: Path)
         "--num-layers 4 --swiglu --position-embedding-type rope --data-path 0.7 a 0.3 b --split 90,10,0 --lr 1e-3"
     )
     assert words == [*expected.split(), "--no-rope"]
-    assert parser.parse_args([*words, "--lr", "2e-3"]).lr == "2e-3"  # the command line comes after it
+    assert parser.parse_args([*words, "--lr", "2e-3"]).lr == "2e-3"  # the command line takes precedence
 
 
 def test_a_switch_of_the_file_is_unset_on_the_command_line(parser: ArgumentParser) -> None:
     words = ["--num-layers", "4", "--swiglu", "--bf16", "--rope", "--lr", "1"]
     left, typed = without_unset(words, ["--no-swiglu", "--seed", "2", "--no-rope", "--no-lr", "--no-fp8"], parser)
     assert left == ["--num-layers", "4", "--bf16", "--rope", "--lr", "1"]
-    assert typed == ["--seed", "2", "--no-rope", "--no-lr", "--no-fp8"]  # flags of their own, or none at all
+    assert typed == ["--seed", "2", "--no-rope", "--no-lr", "--no-fp8"]  # separate flags, or flags that do not exist
     assert parser.parse_args([*left, *typed[:3]]).rope is False
 
 

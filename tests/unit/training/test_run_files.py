@@ -1,4 +1,4 @@
-"""The files of a run as they are read: rows of metrics.jsonl and run.json, and what is said of damaged ones."""
+"""Reading the files of a run: rows of metrics.jsonl and run.json, and error messages for damaged ones."""
 
 import json
 from pathlib import Path

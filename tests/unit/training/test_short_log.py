@@ -1,4 +1,4 @@
-"""What a run prints: ours on the terminal, Megatron's in a file."""
+"""What a run prints: our lines to the terminal, Megatron's to a file."""
 
 import logging
 import warnings
@@ -26,7 +26,7 @@ RATES = {"mtp": AcceptanceStats(accepted_at=[8, 4], reached_at=[10, 8], offered_
 
 
 def test_a_line_has_step_losses_acceptance_speed_and_time_left() -> None:
-    """440 steps of half a second are 3 minutes and 40 seconds; 4,096 tokens in it are 8,192 a second."""
+    """440 steps of half a second are 3 minutes and 40 seconds; 4,096 tokens per step are 8,192 per second."""
     assert line_of(ROW, RATES, 560, 4096) == (
         "step 120/560 | lm loss 2.3457 | mtp_1 loss 2.9000 | acceptance 80.0% 40.0% "
         "| conditional acceptance 80.0% 50.0% | 8,192 tokens/s | 0:03:40 left | lr 1.00e-03 | grad norm 0.841 | 1.0 GiB"
@@ -65,7 +65,7 @@ def test_a_run_has_twenty_lines_or_more(steps: int | None, interval: int) -> Non
 def test_an_evaluation_ends_its_bar_and_shows_its_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4 batches of 8 sequences, 2 of them in a microbatch of 1 of 2 data-parallel ranks: 8 microbatches each."""
+    """4 batches of 8 sequences, 2 per microbatch on each of 2 data-parallel ranks: 2 microbatches each, 8 in total."""
     args = Namespace(eval_iters=4, eval_global_batch_size=8, eval_micro_batch_size=2, data_parallel_size=2)
     monkeypatch.setattr("megatron.training.get_args", lambda: args)
     for shows_tables, shown in ((True, "validation at step 120:\nthe table\n"), (False, "")):
@@ -80,7 +80,7 @@ def test_an_evaluation_ends_its_bar_and_shows_its_table(
 def test_an_evaluation_without_a_terminal_prints_how_far_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches of 20 s: a line when more than half a minute is over since the last one."""
+    """Batches of 20 s: a line if more than half a minute has passed since the last one."""
     args = Namespace(eval_iters=5, eval_global_batch_size=1, eval_micro_batch_size=1, data_parallel_size=1)
     monkeypatch.setattr("megatron.training.get_args", lambda: args)
     now = iter(range(0, 1000, 20))
@@ -99,7 +99,7 @@ def test_an_evaluation_without_a_terminal_prints_how_far_it_is(
 
 
 def speak() -> None:
-    """As Megatron and its libraries do."""
+    """Print like Megatron and its libraries."""
     print("arguments")
     warnings.warn("experimental", UserWarning, stacklevel=1)
     logging.getLogger("library").warning("deprecated")
@@ -159,6 +159,6 @@ def test_a_listing_without_a_file_keeps_what_is_newer(monkeypatch: pytest.Monkey
     monkeypatch.setattr(short_log, "MOST_HELD", 2)
     with quiet():
         print("old")
-        print("new")  # the word, and the end of the line
+        print("new")  # the word and the line ending
         keep_listing(tmp_path)
     assert (tmp_path / "megatron.log").read_text() == "new\n"

@@ -1,4 +1,4 @@
-"""What a run that cannot start says: one sentence with the flags' values, and a log file with the traceback."""
+"""What a run that cannot start prints: one sentence with the flags' values; a log file has the traceback."""
 
 import re
 from argparse import Namespace
@@ -31,7 +31,7 @@ ARGS = Namespace(
 
 
 def train_step(args: Namespace, work: Callable[[], Any]) -> None:
-    """The name of a function of Megatron's, with its arguments."""
+    """Stand in for a Megatron function, with its name and arguments."""
     work()
 
 
@@ -51,7 +51,7 @@ def raising(error: BaseException) -> Callable[[], None]:
 
 
 def said(work: Callable[[], Any], capfd: pytest.CaptureFixture[str], has_started: bool = False) -> str:
-    """The sentence with which the process ends."""
+    """Return the message that the process ends with."""
     with pytest.raises(SystemExit) as end, explained("pretrain_gpt.py", lambda: has_started):
         work()
     assert end.value.code == 2
@@ -67,7 +67,7 @@ def log_of(sentence: str) -> str:
 def test_an_assertion_without_a_message_shows_its_condition_and_the_flags_in_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In a file of its own, since pytest gives those of tests a message."""
+    """In a separate file, since pytest rewrites assertions in tests."""
     source = tmp_path / "asserts.py"
     source.write_text(
         "def validate_args(args):\n    assert (\n        args.hidden_size % args.num_attention_heads == args.seed)\n"

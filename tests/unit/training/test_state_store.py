@@ -1,4 +1,4 @@
-"""States on a disk: what was written is read, what is not whole is not there, what is of something else is refused."""
+"""Cached states on disk: complete ones can be read, incomplete ones do not count, other runs' are rejected."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ def test_rows_are_read_by_another_process_column_by_column(tmp_path: Path) -> No
     store = StateStore(tmp_path / "states", IDENTITY)
     store.add(key(1), {HIDDEN: states(1)})
     store.add(key(2), {HIDDEN: states(2), column_of(5): states(25)})
-    assert torch.equal(store.read(key(2), column_of(5)), states(25))  # before it is written
+    assert torch.equal(store.read(key(2), column_of(5)), states(25))  # before it is written to disk
     store.write()
     other = StateStore(tmp_path / "states", IDENTITY)
     assert len(other) == 2
@@ -58,7 +58,7 @@ def test_a_shard_is_written_where_enough_is_kept(tmp_path: Path, monkeypatch: py
 
 
 def write_and_die(folder: Path) -> None:
-    """Two rows that are whole, and a third whose shard is on the disk but for its name."""
+    """Write two complete rows, and a third whose shard is complete except for its name."""
     store = StateStore(folder, IDENTITY)
     for number in range(3):
         if number == 2:

@@ -72,7 +72,7 @@ class Encoding:
     says: Mapping[str, Any]
     group: int = 1
 
-    @functools.cache  # noqa: B019 - the encodings of `FORMS` live as long as the program
+    @functools.cache  # noqa: B019 - the forms in `FORMS` live as long as the process
     def parts(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
         """Shapes and types of the parts of a weight; empty for one that the form does not have."""
         if len(shape) != 2 or shape[1] % self.group:

@@ -101,7 +101,7 @@ def to_nvfp4(weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
 def _in_nibbles(weight: Tensor, whole: Tensor) -> dict[str, Tensor]:
     """Round numbers to the nearest code, and ties to the even code."""
     groups = weight.unflatten(1, (-1, GROUP_16))
-    least = torch.finfo(E4M3).smallest_normal / 8  # the smallest number of E4M3: a scale of 0 has no inverse
+    least = torch.finfo(E4M3).smallest_normal / 8  # smallest E4M3 number: a scale of 0 has no inverse
     scale = (groups.abs().amax(2) / LARGEST_4 * whole).clamp(least, LARGEST_8).to(E4M3)
     scaled = (groups / (scale.float() / whole).unsqueeze(2)).flatten(1)
     size = scaled.abs()
@@ -115,7 +115,7 @@ def _in_nibbles(weight: Tensor, whole: Tensor) -> dict[str, Tensor]:
 NVFP4_SAYS = {
     "format": "nvfp4-pack-quantized",
     "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", **COMPRESSED_ARGS, "group_size": GROUP_16},
-    "input_activations": None,  # in 16 bits: scales of 4-bit activations need calibration
+    "input_activations": None,  # 16 bits: 4-bit activations would need calibrated scales
     "output_activations": None,
 }
 _BYTE: Types = (torch.uint8,)

@@ -65,7 +65,7 @@ def from_blocks(parts: Tensors, numbers: Numbers) -> Tensor:
     weight, scale = parts["weight"], _fp8_scale(parts)
     (high, wide), columns, factors = numbers.block, weight.size(-1), number(scale)
     out = torch.empty(weight.shape, dtype=result(scale))
-    for index in range(scale.size(-2)):  # a row of blocks stays in a processor's cache
+    for index in range(scale.size(-2)):  # one row of blocks at a time fits the CPU cache
         rows = slice(index * high, (index + 1) * high)
         each = factors[..., index, None, :].repeat_interleave(wide, dim=-1)[..., :columns]
         out[..., rows, :] = _float32(weight[..., rows, :]).mul_(each)

@@ -1,4 +1,4 @@
-"""`megatron-mtp audit`: exit status, JSON; what other programs write; differences of plain numbers."""
+"""`megatron-mtp audit`: exit status, JSON; output of other programs; differences between plain numbers."""
 
 import json
 import pickle
@@ -121,7 +121,7 @@ def test_logits_of_both_sides(glm: Path, saved: Path, tmp_path: Path) -> None:
 
 
 def test_an_export_that_skipped_a_file_is_described(glm: Path, tmp_path: Path) -> None:
-    """As AReaL's did: a file with MTP is not written, and the new index fits what is left."""
+    """As in AReaL: a file with MTP layers is not written, and the new index matches the rest."""
     left = Path(shutil.copytree(glm, tmp_path / "left"))
     gone = sorted(left.glob("*.safetensors"))[1]
     names = set(json.loads((left / "model.safetensors.index.json").read_text())["weight_map"])
@@ -132,14 +132,14 @@ def test_an_export_that_skipped_a_file_is_described(glm: Path, tmp_path: Path) -
     lost = names - set(index["weight_map"])
     result = audit(left)
     told = {name for one in result["findings"] if one["severity"] == "error" for name in one["names"]}
-    assert lost - told <= {"model.layers.3.shared_head.head.weight"}  # a copy, which a folder may leave out
+    assert lost - told <= {"model.layers.3.shared_head.head.weight"}  # a copy, which a folder may omit
     assert len(told) > 20
     assert told <= lost
     assert guesses(result) == {"depth incomplete", "tensor missing"}
 
 
 def test_a_checkpoint_of_megatron_bridge_is_described_by_its_own_file(saved: Path, tmp_path: Path) -> None:
-    """No arguments beside the tensors, and the model's settings in run_config.yaml."""
+    """It has no arguments next to the tensors; the model's settings are in run_config.yaml."""
     theirs = without_arguments(saved, tmp_path / "theirs")
     assert guesses(audit(theirs)) == {"damaged config"}
     model = {"num_layers": 3, "mtp_num_layers": 2, "share_embeddings_and_output_weights": False, "_target_": "a.B"}
@@ -172,7 +172,7 @@ def nested(key: str) -> str:
 
 
 def without_arguments(source: Path, target: Path) -> Path:
-    """A copy of a checkpoint whose common state is something else."""
+    """Copy a checkpoint and replace its common state."""
     shutil.copytree(source, target)
     shutil.rmtree(target / HF_FILES)
     torch.save({"iteration": 3}, target / "release" / "common.pt")
@@ -226,7 +226,7 @@ def test_an_unknown_family_is_compared_by_name(tmp_path: Path) -> None:
 
 
 def test_packed_experts_are_single_ones_in_another_form(tmp_path: Path) -> None:
-    """Two folders of one model, the experts of the depth in two tensors in one of them."""
+    """Two folders of one model; one of them stores the MTP layer's experts in two tensors."""
     name = "qwen3_5_moe_text"
     single = make(tmp_path / "single", name, 1)
     packed = Path(shutil.copytree(single, tmp_path / "packed"))
@@ -251,7 +251,7 @@ def test_numbers_that_no_trained_weight_has(glm: Path, tmp_path: Path) -> None:
 
 
 def test_a_norm_that_is_stored_twice_is_compared_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An import keeps w beside w - 1; Megatron trains the second, and an export alone would give back the first."""
+    """An import stores w next to w - 1; Megatron trains the second, and an export alone would return the first."""
     folder = make(tmp_path / "hf", "qwen3_next", 1)
     hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     original = DistReader.read
@@ -270,7 +270,7 @@ def test_a_norm_that_is_stored_twice_is_compared_twice(tmp_path: Path, monkeypat
 def test_every_tensor_of_both_sides_is_read_once(
     glm: Path, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bits, NaN and copies take the same read: the folder's depth repeats embedding and head."""
+    """Bits, NaN and copies are checked in one read: the folder's MTP layer repeats embedding and head."""
     reads: Counter[tuple[Path, Any]] = Counter()
     of_checkpoint, of_folder = DistReader.read, HFFolder._read
 
@@ -289,12 +289,12 @@ def test_every_tensor_of_both_sides_is_read_once(
         reads.clear()
         result = audit(*sides)
         assert result["ok"]
-        assert len(reads) >= sum(side["tensors"] for side in result["sides"])  # of packed experts slab by slab
+        assert len(reads) >= sum(side["tensors"] for side in result["sides"])  # packed experts are read slab by slab
         assert set(reads.values()) == {1}
 
 
 def test_large_tensors_are_read_in_pieces(glm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number in the last row is seen, and so are NaN and a copy that is stale there."""
+    """A difference in the last row is found, and so are NaN and a stale copy there."""
     monkeypatch.setattr("megatron_mtp.checkpoint.hf.folder.PIECE", 1000)
     name = "model.layers.3.embed_tokens.weight"
     folder = HFFolder(glm)
@@ -354,7 +354,7 @@ def test_fp8_weights_are_read_with_their_scales(glm: Path, tmp_path: Path) -> No
 def test_quantized_weights_are_compared_as_transformers_reads_them(
     make_folder: Callable[[Path], Path], tmp_path: Path
 ) -> None:
-    """A release of compressed-tensors or MXFP4, its checkpoint, and the export in bfloat16 are one model."""
+    """A compressed-tensors or MXFP4 release, its checkpoint, and its bfloat16 export are the same model."""
     folder, mcore = make_folder(tmp_path / "hf"), tmp_path / "mcore"
     hf_to_mcore(folder, mcore, QUIET)
     form = kept_form(mcore)
@@ -477,7 +477,7 @@ def test_a_single_number_that_differs() -> None:
 
 @pytest.mark.parametrize("size", [8, 7])
 def test_bits_are_compared_and_not_numbers(size: int) -> None:
-    """Also of a slice that does not begin at a whole word."""
+    """Including a slice that does not start at a word boundary."""
     zeros = torch.zeros(size + 1, dtype=torch.bfloat16)[1:]
     nothing = torch.full((size,), float("nan"))
     assert equal_bits(zeros, zeros.clone())

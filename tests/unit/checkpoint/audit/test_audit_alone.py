@@ -1,4 +1,4 @@
-"""One folder alone: no finding on sound ones, of every family and quantized form; none missed of the planted faults."""
+"""Audits of single folders: no findings for intact ones of every family and format; every planted fault is found."""
 
 import json
 import random
@@ -22,12 +22,12 @@ from megatron_mtp.megatron.checkpoint import HF_FILES
 
 Spoil = Callable[[Path], None]
 WITH_DEPTHS = ("mimo_v2_flash", "longcat_flash", "step3p7", "ernie4_5_moe", "exaone_moe", "exaone4_5", "glm_ocr")
-CARRIED = [name for name in (*LEFT, *OTHERS, *WITH_DEPTHS) if name != "nemotron_h_puzzle"]  # no two layers alike
+CARRIED = [name for name in (*LEFT, *OTHERS, *WITH_DEPTHS) if name != "nemotron_h_puzzle"]  # its layers all differ
 QUICK = ("glm_moe_dsa", "gemma3_text", "llama4_text", "mimo_v2_flash")
 
 
 def made(folder: Path, name: str) -> Path:
-    """A small folder, with the family's depths."""
+    """Create a small folder with the family's MTP layers."""
     return make(
         folder, (LEFT | OTHERS).get(name, name), MODELS[name].depths[-1] if name in MODELS else 0, torch.bfloat16
     )
@@ -37,14 +37,14 @@ def alarms(folder: Path) -> list[str]:
     return [f"{one['guess']}: {one['says']}" for one in audit(folder)["findings"] if one["severity"] != "note"]
 
 
-# --- trunks that are carried -----------------------------------------------------------------------------------------
+# --- trunks that are passed through -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix) for name in CARRIED]
 )
 def test_a_trunk_without_rules_is_sound_and_a_lost_tensor_or_layer_is_found(name: str, tmp_path: Path) -> None:
-    """Also by the conversion, which once wrote what was left and called it proved."""
+    """The conversion finds it too; it once wrote the rest and reported it as verified."""
     folder = made(tmp_path / name, name)
     assert alarms(folder) == []
     whole = read(folder)
@@ -104,7 +104,7 @@ def test_counts_of_the_config_are_compared_with_the_files(
 
 
 def test_experts_of_longcat_that_return_their_input_may_have_weights_or_none(tmp_path: Path) -> None:
-    """transformers saves rows for them that nothing reads; published folders have none."""
+    """transformers saves unused rows for them; published folders have none."""
     folder = make(tmp_path / "longcat", "longcat_flash", 1)
     published = read(folder)
     numbers = {int(found.group(1)) for name in published if (found := re.search(r"\.experts\.(\d+)\.", name))}
@@ -136,7 +136,7 @@ def test_an_index_that_later_drafts_share_needs_an_indexer(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("copy", ["embed_tokens", "shared_head.head"])
 def test_a_copy_that_is_no_longer_the_trunks_is_found(copy: str, tmp_path: Path) -> None:
-    """Fine-tuning changes embedding and head, and leaves the copies of a depth as they were."""
+    """Fine-tuning changes embedding and head, but not the copies in an MTP layer."""
     folder = make(tmp_path / "hf", "glm4_moe", 1, torch.bfloat16)
     whole = read(folder)
     (name,) = (key for key in whole if key.endswith(f"layers.3.{copy}.weight"))
@@ -147,7 +147,7 @@ def test_a_copy_that_is_no_longer_the_trunks_is_found(copy: str, tmp_path: Path)
 
 
 def test_a_copy_in_a_wider_type_is_no_stale_one(tmp_path: Path) -> None:
-    """A merge that carries a depth over in float32; one other number still makes the copy stale."""
+    """A merge may carry an MTP layer over in float32; a single different number still makes the copy stale."""
     folder = make(tmp_path / "hf", "glm4_moe", 1, torch.bfloat16)
     whole = {name: one.float() if ".layers.3." in name else one for name, one in read(folder).items()}
     write(folder, whole)
@@ -228,7 +228,9 @@ def test_a_whole_file_beside_an_index_is_described_as_it_is(shard: bool, tmp_pat
 
 
 def of_deepseek_v4(folder: Path, lost: str = "none") -> Path:
-    """Two layers and a depth by DeepSeek-V4's names: FP8 and FP4 experts whose scales, E8M0, are called `.scale`."""
+    """Create two layers and an MTP layer with DeepSeek-V4's names: FP8, and FP4 experts with E8M0 scales named
+    `.scale`.
+    """
     frame = [f"mtp.0.{part}.weight" for part in ("enorm", "hnorm", "e_proj", "h_proj", "norm")]
     tensors: Tensors = {name: torch.randn(8, 32) for name in ("embed.weight", "head.weight", *frame)}
     for part in ("layers.0.", "layers.1.", "mtp.0."):
@@ -246,7 +248,7 @@ def of_deepseek_v4(folder: Path, lost: str = "none") -> Path:
 
 
 def counts(folder: Path) -> tuple[int, int, int]:
-    """Layers, depths and tensors that an audit describes."""
+    """Return the layers, MTP layers and tensors that an audit reports."""
     (side,) = audit(folder)["sides"]
     return side["layers"]["files"], side["depths"]["files"], side["tensors"]
 
@@ -260,12 +262,12 @@ def test_a_model_of_an_unknown_type_is_described_by_its_names(tmp_path: Path) ->
     write(sound, {name: 0 * tensor if tensor.dtype == torch.int8 else tensor for name, tensor in tensors.items()})
     assert alarms(sound) == []
     notes = [one["says"] for one in audit(sound)["findings"]]
-    assert any("all numbers are 0" in one for one in notes)  # nobody knows here whether its training leaves such
+    assert any("all numbers are 0" in one for one in notes)  # its training might leave such weights
 
 
 @pytest.mark.parametrize(("family", "depths"), [("glm4_moe", 2), ("longcat_flash", 1)])
 def test_a_config_without_a_model_type_is_described_by_its_names(family: str, depths: int, tmp_path: Path) -> None:
-    """LongCat-2.0 is published so; its depth has an embedding of its own, which is not a copy of the trunk's."""
+    """LongCat-2.0 is published like this; its MTP layer has its own embedding, which is not a copy of the trunk's."""
     folder = make(tmp_path / "hf", family, depths)
     layers, held, tensors = counts(folder)
     with_keys(folder, model_type=None)
@@ -299,13 +301,13 @@ STRANGE: dict[str, tuple[Callable[[Tensors], None], str]] = {
     "a complex type": (retyped(torch.complex64), f"has '{Q}' of type 'C64', which is none of F64, F32"),
     "a type of other processors": (retyped(torch.float8_e4m3fnuz), f"has '{Q}' of type 'F8_E4M3FNUZ', which is none"),
 }
-"""One tensor that is not a weight, and what is said of it."""
+"""A tensor that is not a weight, and the expected finding."""
 
 
 @pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize("strange", STRANGE)
 def test_one_strange_tensor_is_named_and_all_else_is_described(strange: str, lost: bool, tmp_path: Path) -> None:
-    """Whether the depths are there is seen as well."""
+    """It also reports whether the MTP layers are complete."""
     spoil, says = STRANGE[strange]
     folder = make(tmp_path / "hf", "glm4_moe", 1)
     tensors = {
@@ -322,7 +324,7 @@ def test_one_strange_tensor_is_named_and_all_else_is_described(strange: str, los
 
 
 def test_a_shard_that_is_missing_or_broken_is_named_and_the_others_are_described(tmp_path: Path) -> None:
-    """The names that the index has for it count as there."""
+    """Names that the index lists for it count as present."""
     folder = make(tmp_path / "hf", "glm4_moe", 1)
     tensors = read(folder)
     first = {name for name in tensors if not name.startswith("model.layers.3")}

@@ -25,11 +25,11 @@ FOLDERS = {
     "llama": 0, "llama-tied": 0, "qwen2": 0, "qwen3": 0, "mimo": 3, "deepseek_v3": 1, "glm4_moe": 3, "qwen3_next": 1,
     "nemotron_h": 1, "bailing_moe": 1, "step3p7": 3, "longcat_flash": 1, "qwen3_5": 1, "kimi_k2": 1,
 }  # fmt: skip
-"""Families, and depths of their folders."""
+"""Families, and the number of MTP layers in their folders."""
 
 
 class Scene:
-    """Small models, made when a pair first asks for one.
+    """Small models, created when a pair first needs one.
 
     Args:
         root: an empty folder.
@@ -55,7 +55,7 @@ class Scene:
         return path
 
     def copy(self, name: str, suffix: str, change: Callable[[Path], object]) -> Path:
-        """A changed copy of a folder."""
+        """Return a changed copy of a folder."""
         path = Path(shutil.copytree(self.folder(name), self.root / f"{name}-{suffix}"))
         change(path)
         return path
@@ -67,7 +67,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 
 def in_files(count: int) -> Callable[[Path], object]:
-    """The same tensors in so many files."""
+    """Return a change that splits the tensors into so many files."""
 
     def change(folder: Path) -> None:
         tensors = read(folder)
@@ -85,7 +85,7 @@ def saved_by_transformers(folder: Path) -> None:
 
 
 def untied(folder: Path) -> None:
-    """The head of a tied model stored as a tensor of its own."""
+    """Store the head of a tied model as a separate tensor."""
     tensors = read(folder)
     write(folder, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
     with_keys(folder, tie_word_embeddings=False)
@@ -102,21 +102,21 @@ def with_keys(folder: Path, **changes: Any) -> None:
 
 
 def without_copies(folder: Path) -> None:
-    """Depths without their copies of embedding and head."""
+    """Remove the MTP layers' copies of embedding and head."""
     copies = ("embed_tokens.weight", "shared_head.head.weight")
     tensors = {n: t for n, t in read(folder).items() if not (n.startswith("model.layers.") and n.endswith(copies))}
     write(folder, tensors)
 
 
 def with_defaults(folder: Path) -> None:
-    """A config without a key whose value is the class's default."""
+    """Remove a config key whose value is the class's default."""
     keys = json.loads((folder / "config.json").read_text())
     del keys["hidden_act"], keys["attention_bias"]
     (folder / "config.json").write_text(json.dumps(keys))
 
 
 def grown_back(scene: Scene) -> Path:
-    """A checkpoint whose depths were attached and dropped again."""
+    """Return a checkpoint whose MTP layers were dropped and attached again."""
     source = scene.checkpoint("llama")
     plan_attaching(source, 2, Init("random", 1)).write(scene.root / "attached", QUIET)
     plan_dropping(scene.root / "attached", 0).write(scene.root / "dropped", QUIET)
@@ -124,7 +124,7 @@ def grown_back(scene: Scene) -> Path:
 
 
 def renamed_keys(scene: Scene, name: str) -> Path:
-    """A checkpoint that keeps no Hugging Face files beside it, as runs of training leave it."""
+    """Return a checkpoint without Hugging Face files, as training saves it."""
     target = scene.root / f"{name}-bare"
     shutil.copytree(scene.checkpoint(name), target)
     shutil.rmtree(target / HF_FILES)

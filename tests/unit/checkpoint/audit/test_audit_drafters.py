@@ -1,4 +1,4 @@
-"""Audits of drafters' folders: sound ones and equal pairs raise no alarm; planted faults are found and explained."""
+"""Audits of drafter folders: intact ones and equal pairs raise no alarm; planted faults are found and explained."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def drop(name: str) -> Change:
 
 
 def twice(tensors: dict[str, Tensor]) -> None:
-    """The second draft is of the first one's token."""
+    """Map the second draft to the first one's token."""
     tensors["d2t"][1] = tensors["d2t"][0] - 1
 
 
@@ -82,9 +82,9 @@ ALONE: dict[str, tuple[str, Change, dict[str, Any], str]] = {
     "a lost codebook": ("dflash2", drop("candidate_selector.successor_codebook"), {}, "tensor missing"),
     "no block size": ("dspark", nothing, {"block_size": None}, "damaged config"),
 }  # fmt: skip
-"""Fault: the kind, what is done to its tensors and keys, and what the audit of the folder alone calls it."""
+"""Faults: the kind, changes to its tensors and keys, and the audit's name for it with only the folder."""
 OF_NUMBERS = ("NaN", "integers")
-"""Faults that `inspect`, which reads no weights, does not look for in drafters."""
+"""Faults in drafters that `inspect` does not look for, because it reads no weights."""
 
 
 @pytest.mark.parametrize("fault", ALONE)
@@ -97,7 +97,7 @@ def test_a_fault_of_a_folder_is_found_and_explained(fault: str, pairs: Pairs, tm
 
 
 SEEN_AS = {"halves of the input exchanged": "halves swapped", "rows of the kernel exchanged": "halves swapped"}
-"""Faults that have a name of their own."""
+"""Faults with their own name."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)

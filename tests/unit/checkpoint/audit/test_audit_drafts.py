@@ -1,4 +1,4 @@
-"""What of a folder drafts: MTP layers of every published family, a DSpark drafter inside of a model, or nothing."""
+"""What drafts in a folder: MTP layers of every published family, a DSpark drafter inside a model, or nothing."""
 
 import json
 import re
@@ -26,7 +26,7 @@ SIZE = 4
 
 
 def folder_of(path: Path, keys: dict[str, Any], names: Sequence[str]) -> Path:
-    """A folder of tiny tensors: a trunk of two layers, and what else has these names."""
+    """Create a folder of tiny tensors: a trunk of two layers, plus tensors with these names."""
     trunk = [f"model.layers.{layer}.{part}.weight" for layer in (0, 1) for part in ("self_attn.o_proj", "mlp.up_proj")]
     every = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", *trunk, *names]
     path.mkdir()
@@ -36,12 +36,12 @@ def folder_of(path: Path, keys: dict[str, Any], names: Sequence[str]) -> Path:
 
 
 def layer(prefix: str, *frame: str) -> list[str]:
-    """The tensors of a depth: a layer like the trunk's, and what is around it."""
+    """Return the tensor names of an MTP layer: those of a trunk layer, and its frame."""
     return [f"{prefix}{part}.weight" for part in ("self_attn.o_proj", "mlp.up_proj", *frame)]
 
 
 def drafts_line(folder: Path) -> str:
-    """The line of an audit on what drafts; empty without one."""
+    """Return an audit's line about what drafts; empty if there is none."""
     lines = page.text_of(audit(folder)).splitlines()
     return next((line.removeprefix("   drafts: ") for line in lines if line.startswith("   drafts: ")), "")
 
@@ -61,7 +61,7 @@ Made = tuple[str, int] | tuple[dict[str, Any], list[str]]
 
 
 def behind(*frame: str, prefix: str = "model.layers.2.") -> list[str]:
-    """One depth behind the two layers of the trunk."""
+    """Return the names of one MTP layer after the two trunk layers."""
     return layer(prefix, *frame)
 
 
@@ -145,7 +145,7 @@ ROWS: dict[str, tuple[Made, int, str]] = {
         "DSpark, stages 1, block 5, by 'dspark_block_size'; no MTP layers",
     ),
 }  # fmt: skip
-"""Rows of families: a model of the tables, or keys and names of a folder; depths; the line on what drafts."""
+"""Rows of families: a model of the tables, or keys and names of a folder; MTP layers; the line about what drafts."""
 
 
 def of_row(row: str, path: Path) -> Path:
@@ -200,7 +200,7 @@ def test_an_unknown_type_is_refused_with_the_nearest_that_converts(
     )
 
 
-# --- a DSpark drafter inside of a model -------------------------------------------------------------------------------
+# --- a DSpark drafter inside a model ----------------------------------------------------------------------------------
 
 DSPARK = {
     "dspark_block_size": 5,
@@ -262,7 +262,7 @@ TWINS: dict[str, tuple[dict[str, Any], list[str], str, list[str]]] = {
          "it."],
     ),
 }  # fmt: skip
-"""Keys and tensors of a folder, the line on what drafts, and what is wrong."""
+"""Keys and tensors of a folder, the line about what drafts, and what is wrong."""
 
 
 @pytest.mark.parametrize("twin", TWINS)

@@ -1,4 +1,4 @@
-"""Every planted fault is found, and most with the right explanation first; sound pairs raise no alarm."""
+"""Every planted fault is found, most with the right explanation first; intact pairs raise no alarm."""
 
 from collections import Counter
 from functools import cache
@@ -14,7 +14,7 @@ from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 
 FAULTS = faults()
 LEAST_RIGHT = 0.95
-"""68 of 70 are right, where a folder is compared with its copy and against a checkpoint."""
+"""Required fraction; 68 of 70 are right when a folder is compared with its copy and with a checkpoint."""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def first(result: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the audit says of a fault, by the fault; computed once."""
+    """Return the audit's findings by fault; computed once."""
     root = tmp_path_factory.mktemp("spoiled")
 
     @cache
@@ -65,7 +65,7 @@ def test_the_same_faults_are_found_against_a_checkpoint(folders: dict[str, Path]
 
 
 def assert_right(rows: list[tuple[str, str, str, str, str]]) -> None:
-    """Print the table, and count the explanations that are right."""
+    """Print the table, and count the correct explanations."""
     for family, kind, what, owed, said in rows:
         print(f"{family:<12} {kind:<14} {what:<34} {said}{'' if said == owed else f' (not: {owed})'}")
     right = sum(owed == said for *_, owed, said in rows)

@@ -1,4 +1,4 @@
-"""Quantized folders: each planted fault is the one finding, with its explanation and the line to change."""
+"""Quantized folders: each planted fault is the only finding, with its explanation and the line to change."""
 
 import json
 from collections.abc import Callable
@@ -21,12 +21,12 @@ TRUNK = "model.layers.1.self_attn.q_proj."
 
 
 def found(folder: Path) -> list[tuple[str, str]]:
-    """What the audit says, and its advice; without notes."""
+    """Return the audit's findings and advice, without notes."""
     return [(one["says"], one["advice"]) for one in audit(folder)["findings"] if one["severity"] != "note"]
 
 
 def whole(form: str) -> Callable[[Path], Path]:
-    """A folder whose depth is quantized as well, without a list."""
+    """Create a folder whose MTP layer is quantized too, without a list."""
 
     def made(folder: Path) -> Path:
         make(folder, "glm4_moe", 1, torch.bfloat16, changes=SIZES)
@@ -77,7 +77,7 @@ def filled(value: float) -> Callable[[Tensor], Tensor]:
 
 
 def other_head(form: str) -> Spoil:
-    """The depth becomes one of another form, which no list names."""
+    """Replace the MTP layer by one in another format, which no list names."""
 
     def spoil(folder: Path) -> None:
         held = read(folder)
@@ -101,7 +101,7 @@ def in_a_side_file(folder: Path) -> None:
 
 
 def head_targets(folder: Path) -> None:
-    """The only group names modules of the trunk."""
+    """Let the only group name modules of the trunk."""
     keys = groups(8, "float", "channel")
     keys["config_groups"]["group_0"]["targets"] = [r"re:model\.layers\.[0-2]\..*"]
     with_keys(folder, quantization_config=keys | {"ignore": ["lm_head"]})
@@ -198,7 +198,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Path] | str, Spoil, str, str]] = {
         "copy the key",
     ),
 }  # fmt: skip
-"""Fault: a form whose depth is bfloat16 or a folder, what is spoilt, what the finding says and advises."""
+"""Faults: a format whose MTP layer is bfloat16, or a folder; what is damaged; the finding and its advice."""
 
 
 @pytest.mark.parametrize("fault", tiered(FAULTS, [*FAULTS][::3]))
@@ -218,7 +218,7 @@ def test_a_sound_folder_whose_depth_is_quantized_as_well_has_no_finding(form: st
 
 
 def test_a_list_with_another_prefix_than_the_tensors_is_named(tmp_path: Path) -> None:
-    """No attention is quantized, so no layer shows what another one lacks; engines build it quantized all the same."""
+    """No attention is quantized, so comparing layers shows nothing; engines would build it quantized anyway."""
     folder = make(tmp_path / "hf", "glm4_moe", 1, torch.bfloat16, changes=SIZES)
     encode, keys = FORMS["modelopt nvfp4"]
     attention = tuple(f"model.layers.{layer}.self_attn" for layer in range(3))
@@ -235,7 +235,7 @@ def test_a_list_with_another_prefix_than_the_tensors_is_named(tmp_path: Path) ->
 
 
 def test_two_forms_that_two_groups_declare_are_sound(tmp_path: Path) -> None:
-    """Trunk and head apart, as compressed-tensors' groups say it."""
+    """Trunk and MTP layers in separate groups, as compressed-tensors declares them."""
     folder = quantized(tmp_path / "hf", "fp8 rows")
     write(
         folder,
@@ -269,7 +269,7 @@ TARGETS: dict[str, tuple[list[str], list[str], list[str]]] = {
 
 @pytest.mark.parametrize("case", TARGETS)
 def test_modules_are_in_the_group_in_which_compressed_tensors_puts_them(case: str) -> None:
-    """`match_targets` orders what matches, and the first decides; classes are compared as a whole."""
+    """`match_targets` sorts the matches, and the first one decides; classes must match exactly."""
     match = pytest.importorskip("compressed_tensors.utils.match")
     one, other, ignore = TARGETS[case]
     of_target = dict.fromkeys(one, CHANNEL) | dict.fromkeys(other, TENSOR)
@@ -304,7 +304,7 @@ def test_forms_are_described_by_part(tmp_path: Path) -> None:
 
 
 def test_mxfp4_of_quark_is_described_and_its_numbers_are_not_read(tmp_path: Path) -> None:
-    """amd/GLM-4.7-MXFP4 and others: bytes of E2M1 as `weight`, bytes of E8M0 as `weight_scale`, one for 32 numbers."""
+    """amd/GLM-4.7-MXFP4 and others: E2M1 bytes as `weight`, E8M0 bytes as `weight_scale`, one per 32 numbers."""
     folder = quantized(tmp_path / "hf", "mxfp4")
     write(folder, {name.replace("weight_packed", "weight"): tensor for name, tensor in read(folder).items()})
     with_keys(folder, quantization_config={"quant_method": "quark", "exclude": ["lm_head", "re:model.layers.3.*"]})

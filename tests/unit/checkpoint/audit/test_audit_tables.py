@@ -1,4 +1,4 @@
-"""Sound folders of many makes raise no alarm, and each planted damage of one folder is found with its own sentence."""
+"""Intact folders from many tools raise no alarm, and each planted fault of a single folder gets its own message."""
 
 import json
 import re
@@ -28,12 +28,12 @@ DEPTH, SECOND, LAST = "model.layers.3.", "model.layers.4.", "model.layers.2."
 
 
 def on(names: str, change: Callable[[Tensor], Tensor]) -> Spoil:
-    """Change the tensors whose names have the pattern."""
+    """Change the tensors whose names match the pattern."""
     return renamed(lambda name, held: change(held[name]) if re.search(names, name) else held[name])
 
 
 def copied(names: str, to: str | Callable[[re.Match[str]], str]) -> Spoil:
-    """Tensors whose names have the pattern get the numbers of others, which the replacement names."""
+    """Copy values into tensors whose names match the pattern, from the names that the replacement gives."""
 
     def value(name: str, held: Tensors) -> Tensor:
         other = held.get(re.sub(names, to, name), held[name])
@@ -57,7 +57,7 @@ def keys(**changes: Any) -> Spoil:
 
 
 def saved(name: str, **held: Any) -> Spoil:
-    """A JSON file beside the model."""
+    """Write a JSON file next to the model."""
     return lambda folder: (folder / name).write_text(json.dumps(held)) and None
 
 
@@ -81,7 +81,7 @@ def added(**tensors: Tensor) -> Spoil:
 
 
 def rows(matrix: Tensor, first: int, last: int) -> Tensor:
-    """The matrix with zeros in some rows."""
+    """Return the matrix with some rows set to zero."""
     matrix = matrix.clone()
     matrix[first:last] = 0
     return matrix
@@ -93,7 +93,7 @@ def constant(value: float) -> Callable[[Tensor], Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trunk of 3 layers with 2 depths, 6 experts in all layers but the first."""
+    """Create a trunk of 3 layers with 2 MTP layers; 6 experts in all layers but the first."""
     return make(tmp_path_factory.mktemp("tables") / "whole", "glm4_moe", 2, torch.bfloat16)
 
 
@@ -229,7 +229,7 @@ DAMAGED: dict[str, tuple[Spoil, str, str]] = {
     ),
     "a depth lost": (without(r"layers\.4\."), "depth missing", "The config says 2 depths, the files hold 1"),
 }  # fmt: skip
-"""What is planted, the finding's explanation, and a part of its sentence."""
+"""The planted fault, the finding's explanation, and a part of its sentence."""
 QUICK = ("a depth is another one", "a norm of zeros", "enorm is hnorm", "an expert is another one",
          "the head is the embedding", "MiniMax's count", "an end without a row", "half of the rows lost",
          "a quarter of the columns lost", "half of the columns twice", "one shard of four in another's place",
@@ -253,7 +253,7 @@ def test_damage_is_found_with_its_sentence(damage: str, folder: Path, tmp_path: 
 
 
 def overlaid(folder: Path) -> None:
-    """A tensor lies in two shards, and the index names the first for it."""
+    """Store a tensor in two shards, with the index naming the first."""
     held = read(folder)
     (folder / "model.safetensors").unlink()
     write(folder, held, files=3)
@@ -341,7 +341,7 @@ CLEAN: dict[str, tuple[str, int, torch.dtype, Spoil]] = {
     "padding that is none": ("llama", 0, BF16, keys(pad_token_id=-1)),
     "MiniMax's count, switched off": ("llama", 0, BF16, keys(use_mtp=False, num_mtp_modules=3)),
 }  # fmt: skip
-"""A family of `hf_models`, depths, type, and what is changed."""
+"""A family of `hf_models`, number of MTP layers, dtype, and a change."""
 FIRST = ("an overlay", "rotary buffers", "sentencepiece", "a hybrid with new norms around 1 + w",
          "new norms and biases", "one layer for all depths", "routers that choose all experts",
          "rows that pad embedding and head", "rows of special tokens", "experts of zeros in a stack",
@@ -356,7 +356,7 @@ def test_a_sound_folder_raises_no_alarm(name: str, tmp_path: Path) -> None:
     assert alarms(made) == []
 
 
-# --- beside the original ----------------------------------------------------------------------------------------------
+# --- compared with the original ---------------------------------------------------------------------------------------
 
 HOLDS = "side B's {} holds side A's {}"
 BESIDE: dict[str, tuple[Spoil, str, str]] = {
@@ -378,7 +378,7 @@ BESIDE: dict[str, tuple[Spoil, str, str]] = {
     "other numbers": (on(r"3\.eh_proj", lambda one: one * 2), "other numbers", "has other numbers"),
     "another value of a key": (keys(rope_parameters={"rope_type": "default", "rope_theta": 7.0}), "config", "theta"),
 }  # fmt: skip
-"""What is planted in side B, the finding's explanation, and a part of its sentence."""
+"""The fault planted in side B, the finding's explanation, and a part of its sentence."""
 SAME: dict[str, tuple[Spoil, str]] = {
     "a key that no class knows": (keys(pretraining_tp=1, my_note="x"), "'my_note' of the config differ, which"),
     "float32 of the same numbers": (
@@ -386,7 +386,7 @@ SAME: dict[str, tuple[Spoil, str]] = {
         "equal numbers in another type: float32, not bfloat16",
     ),
 }
-"""What changes nothing that matters, and the note."""
+"""A change without effect, and the note."""
 
 
 def _exchanged(name: str, one: str, other: str) -> str:
@@ -430,7 +430,7 @@ def test_a_renamed_tensor_is_named(folder: Path, tmp_path: Path) -> None:
 
 
 def test_depths_that_were_just_attached_are_a_note(folder: Path, tmp_path: Path) -> None:
-    """They begin as copies of the trunk's last layer."""
+    """New MTP layers are copies of the trunk's last layer."""
     hf_to_mcore(folder, tmp_path / "saved", QUIET)
     plan_dropping(tmp_path / "saved", 0).write(tmp_path / "trunk", QUIET)
     plan_attaching(tmp_path / "trunk", 2, Init("last-layer", 1)).write(tmp_path / "grown", QUIET)

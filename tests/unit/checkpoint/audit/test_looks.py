@@ -1,4 +1,4 @@
-"""audit/looks.py: what one pass over a tensor notes, whatever the pieces in which it is read."""
+"""audit/looks.py: what one pass over a tensor records, independent of the pieces it is read in."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ TYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8]
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random numbers, none of which is 0."""
+    """Return random nonzero numbers."""
     drawn = torch.randint(1, 100, shape, generator=torch.Generator().manual_seed(0))
     return drawn.to(dtype)
 
@@ -56,7 +56,7 @@ def test_a_transposed_or_permuted_matrix_has_another_digest(shape: tuple[int, in
 def test_zeros_are_runs_of_rows_and_blocks_of_columns(
     shape: tuple[int, ...], rows: Run, columns: Run, dtype: torch.dtype
 ) -> None:
-    """Of a stack, those of every matrix."""
+    """For a stack, the zeros of every matrix."""
     tensor = numbers(*shape, dtype=torch.float32)
     of_rows = tensor if shape[-2] == 1 else tensor.movedim(-2, 0)
     of_rows[slice(*rows)] = 0
@@ -82,7 +82,7 @@ def test_zeros_are_runs_of_rows_and_blocks_of_columns(
 def test_parts_of_equal_bits_are_found_in_halves_quarters_and_eighths(
     parts: list[int], dim: int, found: tuple[str, Run, Run] | None
 ) -> None:
-    """Eighths of sixteen rows are too small to tell."""
+    """Eighths of sixteen rows are too small to detect."""
     blocks = numbers(16, 32).chunk(len(parts), dim)
     tensor = torch.cat([blocks[part] for part in parts], dim)
     assert Look.of(tensor).twice == in_pieces(tensor, 3).twice == found

@@ -1,4 +1,4 @@
-"""A head under another name is there, and no loader finds it: conversion, graft and audit say so."""
+"""A head under a wrong name is present, but no loader finds it: conversion, graft and audit report it."""
 
 import json
 from collections.abc import Callable
@@ -66,7 +66,7 @@ RENAMED: dict[str, tuple[str, Rename, str, str]] = {
     ),
     "Mellum": ("mellum", head_under("mtp.", "model.mtp."), f"model.{FC}", FC),
 }  # fmt: skip
-"""A model, the change of its names, one of them, and the right one."""
+"""A model, the renaming, one wrong name, and the right one."""
 QUICK = ("head of the wrapper", "peft", "FSDP by layer", "numbered head of the text")
 
 
@@ -137,7 +137,7 @@ def test_names_without_what_wrappers_add() -> None:
 
 
 def test_other_tensors_are_not_taken_for_misnamed_ones() -> None:
-    """Two tensors of one model may differ in the prefix alone."""
+    """Two tensors of one model may differ only in the prefix."""
     both = {"model.embed_tokens.weight", "language_model.model.embed_tokens.weight"}
     assert misnamed(both, ["model.embed_tokens.weight"]) == {}
     assert misnamed({"visual.blocks.0.norm.weight"}, ["model.norm.weight"]) == {}

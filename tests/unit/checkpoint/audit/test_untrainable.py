@@ -1,4 +1,4 @@
-"""What Megatron would compute otherwise than transformers is refused, each with its reason; what it computes is not."""
+"""Models that Megatron would compute differently from transformers are rejected with the reason; others are not."""
 
 import pytest
 from untrainable_configs import Keys, flags

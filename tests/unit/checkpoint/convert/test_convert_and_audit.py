@@ -1,4 +1,4 @@
-"""Whatever a conversion refuses, an audit finds: small folders of all families, each with one fault in one tensor."""
+"""Every fault that a conversion rejects, an audit finds: small folders of all families, each with one faulty tensor."""
 
 import random
 import re
@@ -16,7 +16,7 @@ from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert.plan import HFModel
 
 ALL = MODELS | TRUNKS | LEFT
-FAMILIES = [name for name in ALL if name != "nemotron_h_puzzle"]  # whose layers neither a rule nor a class describes
+FAMILIES = [name for name in ALL if name != "nemotron_h_puzzle"]  # no rule or class describes its layers
 FIRST = ("step3p5", "mimo_v2_flash", "longcat_flash", "ernie4_5_moe", "qwen3_next")
 IN_DEPTH = re.compile(r"(^|\.)mtp|layers\.[3-5]\.")
 GUESSES: dict[str, set[str]] = {
@@ -26,11 +26,11 @@ GUESSES: dict[str, set[str]] = {
     "name wrong": {"tensor missing", "depth incomplete", "MTP dropped", "depth missing"},
     "left over": {"tensor left over"},
 }
-"""Fault, and the explanations that fit."""
+"""Explanations that fit each fault."""
 
 
 def spoilt(whole: Tensors, name: str) -> Iterator[tuple[str, Tensors]]:
-    """The tensors with each fault of one of them."""
+    """Yield the tensors with each fault of one of them."""
     tensor = whole[name]
     other = re.sub(r"(\.\w+)$", r"_x\1", name)
     yield "row lost", {**whole, name: tensor[:-1].contiguous()}
@@ -42,7 +42,7 @@ def spoilt(whole: Tensors, name: str) -> Iterator[tuple[str, Tensors]]:
 
 
 def chosen(whole: Tensors, seed: str) -> list[str]:
-    """A matrix of the trunk's layers, and one inside of its MTP layers."""
+    """Return a matrix of the trunk's layers, and one of its MTP layers."""
     inside = sorted(name for name, tensor in whole.items() if re.search(r"(layers|mtp_block)\.\d+\.", name))
     matrices = [name for name in inside if whole[name].dim() > 1 and "vis" not in name and not name.endswith(COPIES)]
     places = ([name for name in matrices if bool(IN_DEPTH.search(name)) == depth] for depth in (False, True))
@@ -50,7 +50,7 @@ def chosen(whole: Tensors, seed: str) -> list[str]:
 
 
 COPIES = ("embed_tokens.weight", "head.weight")
-"""Which folders may leave out."""
+"""Tensors that folders may omit."""
 
 
 @pytest.mark.parametrize("name", tiered(FAMILIES, FIRST))
@@ -63,7 +63,7 @@ def test_what_a_conversion_refuses_an_audit_explains(name: str, tmp_path: Path) 
             write(folder, tensors)
             reason, found = refused(folder), alarms(folder)
             if name in WRAPPED and fault == "left over":
-                continue  # carried with all else around a text model, by both
+                continue  # both pass it through, like everything around a text model
             assert reason, f"{fault}, {tensor}: the conversion takes it"
             guesses = {one["guess"] for one in found}
             assert guesses & GUESSES[fault], f"{fault}, {tensor}: {guesses}, and the conversion says: {reason}"
@@ -76,7 +76,7 @@ WRAPPED = ("glm4v_moe", "intern_s2_preview", "nemotron_h_omni", "nemo_speechlm",
 
 
 def refused(folder: Path) -> str:
-    """Why a conversion refuses the folder; empty if it does not."""
+    """Return why a conversion rejects the folder; empty if it does not."""
     try:
         HFModel.read(folder)
     except ValueError as error:

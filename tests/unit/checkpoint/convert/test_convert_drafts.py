@@ -1,4 +1,4 @@
-"""`convert draft-vocab`: the depths draft only these tokens, and every tensor stays as it is."""
+"""`convert draft-vocab`: the MTP layers draft only these tokens, and every other tensor is unchanged."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from megatron_mtp.megatron.checkpoint.reader import DistReader, stored_draft_voc
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with a depth, `mcore`, and the trunk alone, `trunk`."""
+    """Create `mcore`, a checkpoint with an MTP layer, and `trunk`, only the trunk."""
     folder = tmp_path_factory.mktemp("converted")
     assert run("hf-to-mcore", make(folder / "source", "mimo", 1), folder / "mcore") == 0
     assert run("drop-mtp", folder / "mcore", folder / "trunk") == 0

@@ -1,4 +1,4 @@
-"""The flags of the conversions: each acts where it is offered, and what cannot work is said before anything is made."""
+"""Flags of the conversions: each takes effect where it is offered, and invalid combinations fail before any work."""
 
 import json
 from pathlib import Path
@@ -115,7 +115,7 @@ def add_type(file: Path, name: str) -> None:
 
 
 def types_of(folder: Path) -> set[str]:
-    """All that the config says of the text model."""
+    """Return all dtypes that the config states for the text model."""
     keys = json.loads((folder / "config.json").read_text())
     parts: list[dict[str, Any]] = [keys, keys.get("text_config", {})]
     return {part[key] for part in parts for key in TYPE_KEYS if key in part}
@@ -123,7 +123,7 @@ def types_of(folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def own_class(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of a class that only its folder has, as Kimi-K2's."""
+    """Create a tokenizer whose class exists only in its folder, as Kimi-K2's."""
     folder = train_bpe(["some words to make a vocabulary of"] * 3, 260, tmp_path_factory.mktemp("tokenizer") / "own")
     keys = json.loads((folder / "tokenizer_config.json").read_text())
     keys |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}}

@@ -1,4 +1,4 @@
-"""`convert inspect --names`: the name table of a folder, and that its checkpoint has the same."""
+"""`convert inspect --names`: the name table of a folder equals that of its checkpoint."""
 
 import json
 from pathlib import Path

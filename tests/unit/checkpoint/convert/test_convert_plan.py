@@ -1,4 +1,4 @@
-"""`convert --dry-run` says what the conversion then does, and writes nothing."""
+"""`convert --dry-run` reports what the conversion would do, and writes nothing."""
 
 import errno
 import json
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
-    """The JSON object that the command prints."""
+    """Return the JSON object that the command prints."""
     assert main([*map(str, arguments), "--json"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def numbers(reader: DistReader) -> int:
-    """Bytes of all tensors of a checkpoint."""
+    """Return the bytes of all tensors of a checkpoint."""
     return sum(torch.Size(reader.shape(key)).numel() * reader.dtype(key).itemsize for key in reader.keys)
 
 
@@ -85,7 +85,7 @@ def test_what_does_not_fit_on_the_disk_is_not_begun(
     says = f"{target} takes {plan['bytes written']:,} bytes, and its disk has 1,000 free; free some, or name a target"
     assert says in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-    monkeypatch.setattr("shutil.disk_usage", lambda path: Disk(0, 0, 0))  # what some network disks say
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Disk(0, 0, 0))  # reported by some network disks
     assert main(["hf-to-mcore", str(source), str(target)]) == 0
 
 
@@ -107,7 +107,7 @@ def full(*_: Any) -> None:
 def test_a_conversion_names_numbers_that_are_nan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one that is resumed, of the parts that were written before."""
+    """Including in the parts that an interrupted run wrote before a resume."""
     source = make(tmp_path / "source", "llama", 0)
     held = read(source)
     write(source, held | {"model.norm.weight": held["model.norm.weight"] / 0})
@@ -128,7 +128,7 @@ def test_a_promise_of_fp8_that_no_weight_keeps_is_named(tmp_path: Path, capsys: 
 
 
 def files(folder: Path) -> dict[str, int]:
-    """Every path below, with the time of its last change."""
+    """Return every path below the folder with its modification time."""
     return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
@@ -153,7 +153,7 @@ def test_a_plan_of_other_depths_is_what_is_done(init: str, tmp_path: Path, capsy
 
 
 def named(lines: list[str] | str) -> int:
-    """How many keys the lines of a plan stand for."""
+    """Return how many keys the lines of a plan cover."""
     if lines == "nothing":
         return 0
     return sum(int(line.split("  (")[1].split()[0]) if "  (" in line else 1 for line in lines)

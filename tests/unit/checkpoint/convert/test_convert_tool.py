@@ -1,4 +1,4 @@
-"""The command line: what it prints, and that bad input costs one sentence and nothing else."""
+"""The command line: its output, and that bad input costs one sentence and nothing else."""
 
 import errno
 import hashlib
@@ -67,7 +67,7 @@ def only_pickles(folder: Path) -> None:
 
 
 def in_folder(prefix: str) -> Callable[[Path], None]:
-    """The index names the first file in another folder, where it is."""
+    """Move the first file to another folder, and let the index name it there."""
 
     def change(folder: Path) -> None:
         (folder / prefix).mkdir(exist_ok=True)
@@ -91,7 +91,7 @@ def missing_in_index(folder: Path) -> None:
 
 
 def twice(folder: Path) -> None:
-    """Without an index nothing says which one counts."""
+    """Without an index, it is undefined which one counts."""
     second = "model-00002-of-00003.safetensors"
     other = {key: value for key, value in read(folder).items() if index_of(folder)[key] == second}
     first = next(key for key, file in index_of(folder).items() if file == FIRST)
@@ -206,7 +206,7 @@ def test_a_full_disk_leaves_what_resume_completes(
     shutil.rmtree(tmp_path / "mcore")
     calls.clear()
     assert run("hf-to-mcore", source, tmp_path / "mcore") == 0
-    assert 0 < resumed < len(calls)  # layers that were done were not done again
+    assert 0 < resumed < len(calls)  # finished layers were not repeated
 
 
 def test_an_output_folder_that_is_not_empty_stays_as_it_is(
@@ -291,7 +291,7 @@ def test_a_read_only_parent_is_one_sentence(
     def fails(path: Path, *_: Any, **__: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "mkdir", fails)  # the superuser, who runs tests in containers, may write anywhere
+    monkeypatch.setattr(Path, "mkdir", fails)  # root, who runs tests in containers, can write anywhere
     assert run("hf-to-mcore", source, tmp_path / "mcore") == 2
     said = capsys.readouterr().err
     assert "cannot be used (Permission denied); correct the path, or the rights on it" in said
@@ -300,7 +300,7 @@ def test_a_read_only_parent_is_one_sentence(
 
 
 def _limited(folder: Path, target: Path) -> str:
-    """What the tool says where no file may grow beyond 50 kB."""
+    """Return the tool's message when no file may exceed 50 kB."""
     limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
     limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); "
     code = f"{limit}import runpy, sys; sys.argv[1:] = ['hf-to-mcore', {str(folder)!r}, {str(target)!r}]; "

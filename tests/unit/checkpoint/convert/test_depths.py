@@ -1,4 +1,4 @@
-"""checkpoint/convert/edit.py: a family's folder after `drop-mtp` is one that was published with fewer depths."""
+"""checkpoint/convert/edit.py: after `drop-mtp`, a family's folder equals one published with fewer MTP layers."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Published configs of drafters, as each form has them: read with their own sizes, or refused by the named key."""
+"""Published drafter configs in every format: read with their own sizes, or rejected with the key's name."""
 
 import json
 from argparse import Namespace
@@ -35,7 +35,7 @@ SPECFORGE: dict[str, Any] = {
     "max_position_embeddings": 163840,
     "attention_bias": False,
 }
-"""EAGLE-3 behind DeepSeek-V3's latent attention."""
+"""EAGLE-3 on DeepSeek-V3's latent attention."""
 
 SPECULATORS: dict[str, Any] = {
     "architectures": ["Eagle3Speculator"],
@@ -84,7 +84,7 @@ ZLAB: dict[str, Any] = {
     "max_position_embeddings": 262144,
     "hidden_act": "silu",
 }
-"""DFlash behind Qwen3.5-4B, whose heads have 256 channels."""
+"""DFlash on Qwen3.5-4B, whose heads have 256 channels."""
 
 DSPARK: dict[str, Any] = {
     "architectures": ["DSparkDraftModel"],
@@ -112,7 +112,7 @@ DSPARK: dict[str, Any] = {
     "vocab_size": 154880,
     "max_position_embeddings": 202752,
 }
-"""DSpark behind GLM-5.2's latent attention."""
+"""DSpark on GLM-5.2's latent attention."""
 
 SPECULATORS_BLOCKS: dict[str, Any] = {
     "architectures": ["DFlashSpeculator"],
@@ -217,7 +217,7 @@ KIMI: dict[str, Any] = {
     "max_position_embeddings": 262144,
     "attention_bias": False,
 }
-"""EAGLE-3 with latent attention behind Kimi-K2.5, whose ids are those of states."""
+"""EAGLE-3 with latent attention on Kimi-K2.5, whose ids count states."""
 
 GPT_OSS: dict[str, Any] = {
     **SPECFORGE,
@@ -252,7 +252,7 @@ QWEN38 = trunk(128, 5120, 248320, hybrid_layer_pattern="G-G-G-*-" * 16)
 
 
 def convolved(**inner: Any) -> dict[str, Any]:
-    """DFLASH2 with other keys of its block."""
+    """Return DFLASH2 with other keys of its block."""
     return {**DFLASH2, "dflash_config": {**DFLASH2["dflash_config"], **inner}}
 
 
@@ -333,7 +333,7 @@ def test_block_drafters_of_speculators_are_read(tmp_path: Path, keys: dict[str, 
 
 
 def of_model_optimizer(**inner: Any) -> dict[str, Any]:
-    """SPECFORGE with the keys of Model-Optimizer's export."""
+    """Return SPECFORGE with the keys of Model-Optimizer's export."""
     usual = {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False}
     usual |= {"next_layer_regular": True, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1}
     return {**SPECFORGE, "eagle_config": {**SPECFORGE["eagle_config"], **usual, **inner}}
@@ -384,7 +384,7 @@ DOMINO: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-"""Of SpecForge's configs/qwen3-8b-domino.json, without what engines do not read."""
+"""SpecForge's configs/qwen3-8b-domino.json, without what engines do not read."""
 
 
 def of_domino(architecture: str = "DominoDraftModel", **inner: Any) -> dict[str, Any]:
@@ -432,7 +432,7 @@ PEAGLE: dict[str, Any] = {
     "vocab_size": 151936,
     "draft_vocab_size": 32000,
 }
-"""Of SpecForge's configs/qwen3-8b-peagle.json, which leaves the mask token to training."""
+"""SpecForge's configs/qwen3-8b-peagle.json, which leaves the mask token to training."""
 
 
 @pytest.mark.parametrize("name", ["mask_token_id", "pard_token", "ptd_token_id"])
@@ -454,7 +454,7 @@ def test_an_eagle3_drafter_of_five_layers_is_refused_for_their_number(tmp_path: 
 
 
 def scaled_values(scale: float | None) -> dict[str, Any]:
-    """ZLAB as the drafter of MiMo-V2.5, whose values are multiplied by a number."""
+    """Return ZLAB as the drafter of MiMo-V2.5, whose values are multiplied by a number."""
     return {**ZLAB, "dflash_config": {**ZLAB["dflash_config"], "attention_value_scale": scale}}
 
 
@@ -512,7 +512,7 @@ def test_the_residual_of_speculators_is_read(tmp_path: Path, is_before: bool) ->
 
 
 def test_a_windowed_eagle3_drafter_is_read(tmp_path: Path) -> None:
-    """As speculators writes it by default since 2026-07."""
+    """speculators writes it by default since 2026-07."""
     own = {"layer_types": ["sliding_attention"], "sliding_window": 2048, "use_sliding_window": True}
     layer = {**SPECULATORS["transformer_layer_config"], **own}
     kind = read(tmp_path, {**SPECULATORS, "transformer_layer_config": layer}, QWEN3).kind
@@ -628,7 +628,7 @@ def test_another_architecture_is_refused_by_its_name(tmp_path: Path, architectur
 
 @pytest.mark.parametrize("count", [None, "outputs", "states"])
 def test_ids_that_may_count_either_are_asked_for(tmp_path: Path, count: str | None) -> None:
-    """2, 30, 58 under the key of outputs are the states that engines read of 61 layers."""
+    """For 61 layers, 2, 30, 58 under the key of outputs are the states that engines read."""
     ids = {"eagle_aux_hidden_state_layer_ids": [2, 30, 58]}
     for keys in ({**SPECFORGE, "eagle_config": ids}, {**SPECFORGE, "eagle_config": ids, **ids}):
         if count is None:
@@ -652,7 +652,7 @@ def test_the_three_ways_to_count_are_one_drafter(tmp_path: Path) -> None:
     ids=["first and last token", "in another order", "past the last token", "before the first token", "a token twice"],
 )
 def test_drafted_tokens_are_the_trunks_each_once(offsets: list[int], order: list[int] | None) -> None:
-    """Of 96 tokens; an offset is what is added to a draft's index."""
+    """Of 96 tokens; an offset is added to a draft's index."""
     trunk = TrunkSpec(5, 96, 16, 8, AttentionSizes(2, 2, 8, 1e-6, 1e4))
     form = DrafterForm(HeadSpec.resolve("eagle3", {}, trunk), 16, torch.arange(2), True)
     if order is not None:

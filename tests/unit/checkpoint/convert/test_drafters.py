@@ -1,4 +1,4 @@
-"""verify/drafters.py: drafters' folders are those of their checkpoints, and planted faults are seen."""
+"""verify/drafters.py: drafter folders match their checkpoints, and planted faults are caught."""
 
 import json
 from dataclasses import replace
@@ -101,7 +101,7 @@ def test_positions_of_latent_attention_are_read_from_either_key(pairs: Pairs, tm
 @torch.no_grad()
 @pytest.mark.parametrize("rank", [10, None])
 def test_latent_attention_is_that_of_transformers(rank: int | None, tmp_path: Path) -> None:
-    """DeepseekV3Attention with the folder's tensors; its output is as wide as its input, but for the last product."""
+    """DeepseekV3Attention with the folder's tensors; without the last product, its output is as wide as its input."""
     from transformers import DeepseekV3Config
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
@@ -114,7 +114,7 @@ def test_latent_attention_is_that_of_transformers(rank: int | None, tmp_path: Pa
     theirs.o_proj = torch.nn.Linear(theirs.o_proj.in_features, keys["hidden_size"], bias=False)
     place, tensors = "midlayer.self_attn.", load_file(folder / "model.safetensors")
     for norm in (theirs.kv_a_layernorm, *([theirs.q_a_layernorm] if rank else [])):
-        norm.variance_epsilon = keys["rms_norm_eps"]  # as in vLLM; transformers has 1e-6, whatever the config says
+        norm.variance_epsilon = keys["rms_norm_eps"]  # as in vLLM; transformers always uses 1e-6
     theirs.load_state_dict({name.removeprefix(place): one for name, one in tensors.items() if name.startswith(place)})
     given_1SX = torch.randn(1, rows, config.hidden_size, generator=torch.Generator().manual_seed(1))
     angles = DeepseekV3RotaryEmbedding(config)(given_1SX, torch.arange(rows)[None])
@@ -139,7 +139,7 @@ def test_a_planted_fault_is_seen(fault: str, pairs: Pairs, tmp_path: Path) -> No
 def test_a_fault_of_the_rules_shows_in_the_drafts(
     pairs: Pairs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both conversions share it, so that tensors go there and back."""
+    """Both conversions share the fault, so a round trip restores the tensors."""
     rules = drafter_codec.mlp_rules
 
     def exchanged(*given: object) -> list[Rule]:
@@ -187,7 +187,7 @@ def plain_rows(tensors: dict[str, Tensor]) -> None:
 def test_no_convolution_is_dropped(
     pairs: Pairs, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Change, architecture: str, said: str
 ) -> None:
-    """Neither a DFlash2 folder that has lost them, nor one that calls itself DFlash, is read as DFlash."""
+    """Neither a DFlash2 folder without them nor one that is labeled DFlash is read as DFlash."""
     bad = spoiled(pairs["dflash2"][0], tmp_path / "bad", change, architectures=[architecture])
     assert main(["attach-drafter", str(pairs["trunk"][1]), str(bad), str(tmp_path / "new")]) == 2
     assert said in capsys.readouterr().err
@@ -234,7 +234,7 @@ def test_the_command_says_so_and_exits_with_its_status(
 
 
 def llama_alone(folder: Path, target: Path, **keys: object) -> Path:
-    """A folder of an EAGLE drafter as published: its architecture is that of a whole model."""
+    """Create a folder of a published EAGLE drafter, whose architecture is that of a whole model."""
     return spoiled(folder, target, lambda _: None, architectures=["LlamaForCausalLM"], **keys)
 
 

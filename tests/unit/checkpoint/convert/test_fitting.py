@@ -1,4 +1,4 @@
-"""checkpoint/convert/fitting.py: eh_proj against least squares in float64 on the states that transformers gives."""
+"""checkpoint/convert/fitting.py: eh_proj against float64 least squares on transformers' states."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def corpus(tmp_path: Path) -> str:
 
 
 def attached(source: Path, corpus: str, *flags: str) -> Path:
-    """A checkpoint with two fitted depths, beside the folder."""
+    """Create a checkpoint with two fitted MTP layers next to the folder."""
     mcore, new = source.parent / "mcore", source.parent / "new"
     assert main(["hf-to-mcore", str(source), str(mcore)]) == 0
     fitted = ["--mtp-num-layers", "2", "--mtp-init", "fitted", "--data-path", corpus, *flags]
@@ -42,7 +42,7 @@ def attached(source: Path, corpus: str, *flags: str) -> Path:
 
 
 def rows(model: Any, tokens_S: torch.Tensor, later: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """u [N, 2H] and x [N, H] of a text, by the module of transformers, divided by the root mean square of x."""
+    """Return u [N, 2H] and x [N, H] of a document, computed by transformers' module and divided by the RMS of x."""
     with torch.no_grad():
         states = model(tokens_S[None], output_hidden_states=True).hidden_states
         embedded_SH = model.get_input_embeddings()(tokens_S)
@@ -55,7 +55,7 @@ def rows(model: Any, tokens_S: torch.Tensor, later: int = 1) -> tuple[np.ndarray
 
 
 def least_squares(texts: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """eh_proj [H, 2H]: least squares with rows for the ridge, which is chosen on every eighth text."""
+    """Return eh_proj [H, 2H] from least squares with ridge rows; the ridge is chosen on every eighth document."""
 
     def solved(chosen: list[tuple[np.ndarray, np.ndarray]], ridge: float) -> np.ndarray:
         u, x = (np.concatenate(parts) for parts in zip(*chosen, strict=True))
@@ -91,7 +91,7 @@ KINDS = ["llama", "glm4_moe", "deepseek_v3", "nemotron_h", "qwen3_next"]
 
 @pytest.mark.parametrize("family", tiered(KINDS, ("nemotron_h",)))
 def test_the_depths_begin_nearer_to_the_trunks_layer(family: str, tmp_path: Path, corpus: str) -> None:
-    """Whatever the trunk is made of; on texts that were not fitted."""
+    """For every type of trunk, on documents that were not used in the fit."""
     new = attached(make(tmp_path / "hf", family, 0), corpus)
     eh_proj = DistReader(new).read(EH_PROJ.format(1)).double()
     layer = next(iter(Template.of(DistReader(new)).stack))

@@ -1,4 +1,4 @@
-"""checkpoint/convert/fitting_drafter.py: the fit against least squares in float64 on the states of transformers."""
+"""checkpoint/convert/fitting_drafter.py: the fit against float64 least squares on transformers' states."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def corpus(tmp_path: Path) -> str:
 
 
 def fitted(source: Path, corpus: str, *flags: str) -> Path:
-    """A checkpoint with a fitted drafter, beside the folder."""
+    """Create a checkpoint with a fitted drafter next to the folder."""
     mcore, new = source.parent / "mcore", source.parent / "new"
     assert main(["hf-to-mcore", str(source), str(mcore)]) == 0
     words = ["--data-path", corpus, "--drafter-layers", *map(str, READ), *flags]
@@ -39,7 +39,7 @@ def fitted(source: Path, corpus: str, *flags: str) -> Path:
 
 
 def least_squares(pairs: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-    """Weights [H, X] of given, wanted and what is divided by the size of the last."""
+    """Return weights [H, X] from inputs, targets, and the values by whose size both are divided."""
     sizes = [sized.square().mean(-1, keepdim=True).sqrt() for *_, sized in pairs]
     given = torch.cat([one / size for (one, *_), size in zip(pairs, sizes, strict=True)])
     wanted = torch.cat([one / size for (_, one, _), size in zip(pairs, sizes, strict=True)])
@@ -81,9 +81,9 @@ def test_the_parts_are_the_least_squares_of_the_trunks_states(tmp_path: Path, co
     ours = output.flatten(1) @ value.flatten(0, 1)
     left, sizes, right = torch.linalg.svd(given @ best.T, full_matrices=False)
     rank = groups * channels
-    nearest = left[:, :rank] * sizes[:rank] @ right[:rank]  # of this rank, to what the best weights make
+    nearest = left[:, :rank] * sizes[:rank] @ right[:rank]  # the closest output of this rank to the optimum
     torch.testing.assert_close(given @ ours.T, nearest, atol=1e-3 * nearest.abs().max().item(), rtol=0)
-    assert (given @ best.T - nearest).abs().max() > 0.05 * nearest.abs().max()  # it is a restriction
+    assert (given @ best.T - nearest).abs().max() > 0.05 * nearest.abs().max()  # the rank limits it
 
 
 def test_copies_and_the_head_are_the_trunks_and_positions_attend_to_themselves(tmp_path: Path, corpus: str) -> None:
@@ -95,7 +95,8 @@ def test_copies_and_the_head_are_the_trunks_and_positions_attend_to_themselves(t
         "--mtp-draft-vocab-file",
         str(drafted),
     )
-    assert f"{KEY.format('fc').removesuffix('weight')}_extra_state/shard_0_1" in DistReader(new).objects  # for training
+    # needed for training
+    assert f"{KEY.format('fc').removesuffix('weight')}_extra_state/shard_0_1" in DistReader(new).objects
     model = load_model(new)
     layer, last = model.mtp.layer, model.decoder.layers[-1]
     assert torch.equal(layer.head, attached_of(model).head().weight[[3, 5, 40]])

@@ -52,7 +52,7 @@ def faults(folder: Path) -> list[dict[str, Any]]:
 
 
 def assert_parts(out: Path, donor: Path, trunk: Path) -> None:
-    """The checkpoint holds the MTP layers of one checkpoint and the trunk of another, and nothing else."""
+    """Check that the checkpoint has the MTP layers of one and the trunk of another, and nothing else."""
     found, theirs, own = tensors(out), tensors(donor), tensors(trunk)
     wanted = {key: tensor for key, tensor in theirs.items() if OF_DEPTHS.match(key)}
     wanted |= {key: tensor for key, tensor in own.items() if not OF_DEPTHS.match(key)}
@@ -87,7 +87,7 @@ PAIRS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], str | None]] = 
     "Kimi on DeepSeek": ("kimi_k2", {}, "deepseek_v3", {}, None),
     "GLM on Ling": ("glm4_moe", {"attention_bias": False}, "bailing_moe", {}, None),
 }  # fmt: skip
-"""Donor and target of two families that compute the same, with changed configs, and the family of the export."""
+"""Donor and target of two families that compute the same, with changed configs, and the export's family."""
 
 
 @pytest.mark.parametrize("pair", tiered(PAIRS, ("MiMo on Qwen2",)))
@@ -106,7 +106,7 @@ def test_families_that_share_the_form_of_a_layer_share_mtp_layers(pair: str, tmp
 
 
 def test_a_quantized_donor_gives_the_bits_of_its_dequantized_copy(tmp_path: Path) -> None:
-    """DeepSeek's FP8: a scale for each block of 16 rows and columns."""
+    """DeepSeek's FP8: one scale for each block of 16 rows and columns."""
     donor = make(tmp_path / "plain", "glm4_moe", 1, torch.bfloat16)
     target = lost(make(tmp_path / "target", "glm4_moe", 1, torch.bfloat16, seed=8))
     packed = read(donor)
@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[tuple[str, int, dict[str, Any]], tuple[str, int, dict[s
     "carried settings": (("glm_ocr", 1, {}), ("glm_ocr", 0, {"rms_norm_eps": 1e-3}), "rms_norm_eps 1e-05, and the"),
     "carried layers": (("ernie4_5_moe", 1, {}), ("ernie4_5_moe", 0, {"num_hidden_layers": 2}), "num_hidden_layers 3"),
 }  # fmt: skip
-"""Kind, MTP layers and changed config of the donor and of the target, and what is said."""
+"""Kind, MTP layers and changed config of the donor and of the target, and the error."""
 
 
 @pytest.mark.parametrize("fault", REFUSED)
@@ -175,7 +175,7 @@ def test_a_donor_that_lost_its_head_has_none_to_graft(tmp_path: Path, capsys: py
 
 
 def resized(folder: Path, by: int) -> Path:
-    """The same trunk with more tokens or fewer, as fine-tuning leaves it: the first rows are as before."""
+    """Return the same trunk with more or fewer tokens, as after fine-tuning; the first rows are unchanged."""
     tensors, keys = read(folder), json.loads((folder / "config.json").read_text())
     text = keys.get("text_config", keys)
     rows, text["vocab_size"] = text["vocab_size"], text["vocab_size"] + by
@@ -193,7 +193,7 @@ RESIZED = [("mimo", 8), ("deepseek_v3", -8), ("qwen3_next", 1), ("glm_ocr", 8), 
 
 @pytest.mark.parametrize(("name", "by"), tiered(RESIZED, [("deepseek_v3", -8)]))
 def test_a_trunk_with_more_tokens_or_fewer_takes_the_same_mtp_layers(name: str, by: int, tmp_path: Path) -> None:
-    """They have no rows of their own; copies of embedding and head are written anew from the trunk's."""
+    """They have no rows of their own; copies of embedding and head are rewritten from the trunk."""
     donor, whole = make(tmp_path / "donor", name, 1), make(tmp_path / "whole", name, 1, seed=8)
     target = resized(lost(Path(shutil.copytree(whole, tmp_path / "target"))), by)
     says = (
@@ -241,14 +241,14 @@ CAST = [
     ("mimo", BFLOAT, BFLOAT, FLOAT),
     ("mimo", FLOAT, BFLOAT, HALF),
 ]
-"""Model, types of donor and trunk, and --dtype."""
+"""Model, dtypes of donor and trunk, and --dtype."""
 
 
 @pytest.mark.parametrize(("name", "donors", "trunks", "given"), tiered(CAST, CAST[:1]))
 def test_the_mtp_layers_take_the_type_of_the_trunk(
     name: str, donors: torch.dtype, trunks: torch.dtype, given: torch.dtype | None, tmp_path: Path
 ) -> None:
-    """Upwards with equal numbers; routers' biases stay in float32, and an audit finds nothing."""
+    """Upcasting keeps the numbers; router biases stay in float32, and an audit finds nothing."""
     donor, whole = make(tmp_path / "donor", name, 1, donors), make(tmp_path / "whole", name, 1, trunks, seed=8)
     target, theirs = lost(Path(shutil.copytree(whole, tmp_path / "target"))), read(donor)
     assert main(["drop-mtp", str(checkpoint(whole)), str(tmp_path / "trunk")]) == 0
@@ -274,7 +274,7 @@ CARRIED = (
 
 
 def carried_model(folder: Path, name: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """A model with the most depths that its family has here; that of GLM-5 and DeepSeek is the last layer of three."""
+    """Return a model with its family's most MTP layers; in GLM-5 and DeepSeek, the last of three layers."""
     depths = MODELS[name].depths[-1] if name in MODELS else 0
     make(folder, LEFT.get(name, name), depths, dtype, seed=seed)
     if name == "mellum":
@@ -288,7 +288,7 @@ def carried_model(folder: Path, name: str, seed: int, dtype: torch.dtype = torch
 def test_mtp_layers_behind_a_trunk_that_megatron_cannot_run_are_grafted(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The head's bits are the donor's, all others the trunk's, folder or checkpoint; the audit exits with 0."""
+    """The MTP bits are the donor's, all others the trunk's, for folders and checkpoints; the audit exits with 0."""
     donor, whole = (carried_model(tmp_path / side, name, seed) for side, seed in (("donor", 7), ("whole", 8)))
     target = lost(Path(shutil.copytree(whole, tmp_path / "target")))
     theirs, own = read(donor), read(target)
@@ -319,7 +319,7 @@ OF_TRUNKS = {
     "--rotary-percent 0.5": "rotary_percent 1.0, and the trunk 0.5",
     "--num-query-groups 1 --group-query-attention": "num_query_groups 2, and the trunk 1",
 }
-"""Flags of the trunk's training that the donor's lacked, and what is said."""
+"""Training flags of the trunk that the donor lacked, and the error."""
 
 
 @pytest.mark.parametrize("flags", OF_TRUNKS)
@@ -332,7 +332,7 @@ def test_trunks_that_megatron_trained_with_other_flags_do_not_fit(flags: str, tm
 
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A donor and a target with the same tokenizer."""
+    """Return a donor and a target with the same tokenizer."""
     folder = tmp_path_factory.mktemp("sides")
     train_bpe(["some words to make a vocabulary of"] * 3, 260, folder / "bpe")
     changes = {"vocab_size": 260, "max_position_embeddings": 64}
@@ -344,7 +344,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def swapped(vocabulary: dict[str, int]) -> None:
-    """The ids of three tokens in another order."""
+    """Permute the ids of three tokens."""
     vocabulary["a"], vocabulary["b"], vocabulary["c"] = vocabulary["b"], vocabulary["c"], vocabulary["a"]
 
 
@@ -353,7 +353,7 @@ def renamed(vocabulary: dict[str, int]) -> None:
 
 
 def changed(folder: Path, change: Callable[[dict[str, int]], None], to: Path) -> Path:
-    """A copy with another vocabulary."""
+    """Return a copy with another vocabulary."""
     copy = Path(shutil.copytree(folder, to))
     file = copy / "tokenizer.json"
     keys = json.loads(file.read_text())
@@ -386,7 +386,7 @@ def test_what_is_known_of_the_tokens_is_said(sides: tuple[Path, Path], tmp_path:
 
 
 def test_a_checkpoint_that_megatron_saved_is_donor_and_target(tmp_path: Path) -> None:
-    """With rows that pad the vocabulary, a repeated layer and no config beside it."""
+    """With vocabulary padding, a repeated layer, and no config next to it."""
     donor = trained(tmp_path / "donor", "--mtp-use-repeated-layer --mtp-num-layers 1")
     assert main(["drop-mtp", str(trained(tmp_path / "whole")), str(tmp_path / "trunk")]) == 0
     out = grafted(donor, tmp_path / "trunk", tmp_path / "out")
@@ -400,7 +400,7 @@ def test_a_checkpoint_that_megatron_saved_is_donor_and_target(tmp_path: Path) ->
 def test_acceptance_on_a_text_is_that_of_evaluate_for_both(
     sides: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On the donor's own trunk the graft accepts what the donor does, and on another trunk something else."""
+    """On the donor's own trunk the graft accepts what the donor accepts; on another trunk it differs."""
     donor, other = sides
     own = lost(Path(shutil.copytree(donor, tmp_path / "own")))
     (tmp_path / "text.txt").write_text("some words to make a vocabulary of " * 60)

@@ -1,6 +1,6 @@
-"""A conversion that is killed leaves no folder that looks complete, and `--resume` ends with the same bytes.
+"""A killed conversion leaves no folder that looks complete, and `--resume` produces the same bytes.
 
-The first tier has conversions that end while they write: test_resumed_conversions.py.
+The first tier has conversions that fail while writing: test_resumed_conversions.py.
 """
 
 import json
@@ -28,7 +28,7 @@ COMMANDS = {
     "drop-mtp": ["mcore", "--keep", "1"],
     "graft": ["mcore trunk"],
 }
-"""What each command is given: its sources, then its flags."""
+"""Arguments of each command: its sources, then its flags."""
 
 MIGRATIONS = {"gpt-to-hybrid": ["mcore"], "hybrid-to-gpt": ["hybrid"]}
 
@@ -37,7 +37,7 @@ Told = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """What became of all commands."""
+    """Return the results of all commands."""
     folder = tmp_path_factory.mktemp("conversions")
     imported(folder, "deepseek_v3", "mcore", 3)
     imported(folder, "deepseek_v3", "trunk", 0)

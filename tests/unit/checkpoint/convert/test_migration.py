@@ -1,4 +1,4 @@
-"""gpt-to-hybrid and hybrid-to-gpt: there and back with equal bits, and what `verify` sees of planted faults."""
+"""gpt-to-hybrid and hybrid-to-gpt: bit-identical round trips, and planted faults that `verify` finds."""
 
 import errno
 import json
@@ -59,7 +59,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "fp32_param")
 
 
 def trained(folder: Path, flags: str = "", depths: int | None = None) -> Path:
-    """What a run of a plain optimizer leaves at step 7: the layers of a GPT of one kind are stacked."""
+    """Return what a run with a plain optimizer saves at step 7; layers of one kind of GPT are stacked."""
     args = parsed(f"{TINY} {flags}".split(), 100)
     args.mtp_architecture = "sequential"
     model = model_of(args)
@@ -84,7 +84,7 @@ def trained(folder: Path, flags: str = "", depths: int | None = None) -> Path:
 
 
 def test_the_stored_pieces_of_every_layer_cover_it_once(tmp_path: Path) -> None:
-    """Of layers that are stacked, a piece belongs to one layer."""
+    """A piece of stacked layers belongs to one layer."""
     reader = DistReader(trained(tmp_path / "gpt"))
     pieces = {key: reader.slabs(key) for key in (*reader.keys, *reader.state_keys)}
     twice = [key for key, found in pieces.items() if sum(prod(shape) for _, shape in found) != prod(reader.shape(key))]
@@ -112,7 +112,7 @@ def test_there_and_back_every_bit_is_the_same(case: str, tmp_path: Path) -> None
     assert failed(verify_forms(tmp_path / "hybrid", tmp_path / "back")) == []
     there, back = bits(source), bits(tmp_path / "back")
     assert len([key for key in there if key.startswith("optimizer.state.")]) == 3 * len(DistReader(source).keys)
-    assert there.keys() <= back.keys()  # of a norm with two names, both are written
+    assert there.keys() <= back.keys()  # norms with two names are written under both
     assert [key for key in there if not torch.equal(there[key], back[key])] == []
     arguments = [vars(DistReader(folder).common()["args"]) for folder in (source, tmp_path / "back")]
     assert {name for name in arguments[0] if arguments[0][name] != arguments[1].get(name)} <= {"moe_layer_freq"}
@@ -225,7 +225,7 @@ def test_a_gpt_that_no_hybrid_computes_is_refused_by_its_flag() -> None:
 
 
 def with_keys(change: Callable[[dict[str, list[str]]], None]) -> Callable[[pytest.MonkeyPatch], None]:
-    """The conversion writes tensors under keys that `change` has put wrong."""
+    """Let the conversion write tensors under the wrong keys that `change` makes."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         original = hybrid._parts
@@ -241,7 +241,7 @@ def with_keys(change: Callable[[dict[str, list[str]]], None]) -> Callable[[pytes
 
 
 def swap(prefix: str) -> Callable[[dict[str, list[str]]], None]:
-    """Exchange the projections of the trunk's first two layers."""
+    """Swap the projections of the trunk's first two layers."""
 
     def change(keys: dict[str, list[str]]) -> None:
         first, second = (f"{prefix}decoder.layers.{layer}.mlp.linear_fc2.weight" for layer in (0, 1))
@@ -298,7 +298,7 @@ def test_verify_sees_a_planted_fault(fault: str, tmp_path: Path, monkeypatch: py
 
 
 def test_megatron_sees_a_fault_of_the_rules_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The conversion and the comparison of bits share the rules; logits and gradients do not."""
+    """The conversion and the bit comparison share the rules; logits and gradients do not."""
     original = Halves.hybrid_key
 
     def swapped(self: Halves, key: str) -> str:

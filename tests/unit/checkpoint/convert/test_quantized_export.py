@@ -1,4 +1,4 @@
-"""Quantized exports: their bits, lists that every engine reads, and no finding of an audit."""
+"""Quantized exports: exact bits, module lists that every engine reads, and no audit findings."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ DEPTHS = {"glm4_moe": "model.layers.3.", "deepseek_v3": "model.layers.3."}
 
 
 def exported(folder: Path, family: str, quantize: Quantize, dtype: torch.dtype = torch.bfloat16) -> tuple[Path, Path]:
-    """A folder, and its quantized export."""
+    """Return a folder and its quantized export."""
     source = make(folder / "hf", family, 1, dtype, changes=FAMILIES.get(family, {}))
     hf_to_mcore(source, folder / "mcore", QUIET)
     form = kept_form(folder / "mcore")
@@ -85,7 +85,7 @@ def test_an_export_has_no_finding_and_is_read_to_its_bits(
 
 
 def test_the_list_names_whole_modules_and_the_experts_of_a_layer_once(tmp_path: Path) -> None:
-    """vLLM compares whole names, and a layer's experts by their common one."""
+    """vLLM compares full names, and a layer's experts by their common name."""
     _, coded = exported(tmp_path, "glm4_moe", Quantize("fp8", "bfloat16"))
     keys = config_of(coded)["quantization_config"]
     assert keys["weight_block_size"] == [128, 128]
@@ -99,7 +99,7 @@ def test_the_list_names_whole_modules_and_the_experts_of_a_layer_once(tmp_path: 
 
 
 def test_modules_of_which_vllm_has_another_name_are_listed_by_both(tmp_path: Path) -> None:
-    """vLLM 0.32 builds MiMo's depth as `model.layers.3`: with the folder's names alone it accepted 1 of 158 drafts."""
+    """vLLM 0.32 builds MiMo's MTP layer as `model.layers.3`: with the folder's names it accepted 1 of 158 drafts."""
     _, coded = exported(tmp_path, "mimo", Quantize("fp8-channel", "bfloat16"))
     keys = config_of(coded)
     ignore = keys["quantization_config"]["ignore"]
@@ -114,7 +114,7 @@ def test_modules_of_which_vllm_has_another_name_are_listed_by_both(tmp_path: Pat
 
 
 def test_the_depth_of_longcat_is_listed_by_the_names_that_vllm_builds(tmp_path: Path) -> None:
-    """`LongCatFlashMTP` of vLLM: layer 2 * `num_layers`, fused projections by their own names, and a bare eh_proj."""
+    """vLLM's `LongCatFlashMTP`: layer 2 * `num_layers`, fused projections under their own names, and a bare eh_proj."""
     _, coded = exported(tmp_path, "longcat_flash", Quantize("fp8", "bfloat16"))
     keys = config_of(coded)
     assert keys["num_layers"] == 2
@@ -126,7 +126,7 @@ def test_the_depth_of_longcat_is_listed_by_the_names_that_vllm_builds(tmp_path: 
 
 
 def test_what_engines_never_quantize_of_the_depths_of_mimo_v2_stays_whole(tmp_path: Path) -> None:
-    """vLLM and SGLang build `o_proj` there without quantization, and the published list does not name it."""
+    """vLLM and SGLang build that `o_proj` unquantized, and the published list does not name it."""
     _, coded = exported(tmp_path, "mimo_v2_flash", Quantize("fp8", "fp8"))
     projections = {name: tensor.dtype for name, tensor in read(coded).items() if name.endswith("_proj.weight")}
     of_depth = {name: dtype for name, dtype in projections.items() if ".mtp." in name and "eh_proj" not in name}
@@ -161,7 +161,7 @@ def test_trunk_and_head_in_two_forms_are_two_groups(tmp_path: Path) -> None:
 
 
 def test_an_export_like_a_quantized_folder_has_none_of_its_side_files(tmp_path: Path) -> None:
-    """hf_quant_config.json beside whole weights makes engines build quantized layers."""
+    """hf_quant_config.json next to unquantized weights makes engines build quantized layers."""
     source = make(tmp_path / "hf", "mimo", 1, torch.bfloat16)
     hf_to_mcore(source, tmp_path / "mcore", QUIET)
     (source / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
@@ -176,7 +176,7 @@ def test_the_flag_offers_the_forms_of_the_table() -> None:
 
 @pytest.mark.parametrize("flag", QUANTIZED)
 def test_encoding_loses_no_more_than_the_form(flag: str) -> None:
-    """Half a step of E4M3, or of E2M1 at the largest number of a group; zeros stay zeros."""
+    """The error is half a step of E4M3, or of E2M1 at the largest number of a group; zeros stay zeros."""
     torch.manual_seed(3)
     weight = torch.randn(200, 144)
     weight[:, 16:32] = 0
@@ -201,7 +201,7 @@ def test_weights_that_engines_multiply_at_once_share_the_scale_of_all() -> None:
 
 
 def library(format: str, flag: str, weight: Tensor, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parts as compressed-tensors makes them with our scales."""
+    """Return the parts that compressed-tensors creates with our scales."""
     compressors = pytest.importorskip("compressed_tensors.compressors")
     from compressed_tensors.quantization import QuantizationScheme
 
@@ -240,13 +240,13 @@ def test_a_resumed_export_of_another_form_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantize", [Quantize("fp8"), Quantize("fp8", "fp8")])
 def test_transformers_loads_an_fp8_export_to_the_readers_bits(quantize: Quantize, tmp_path: Path) -> None:
-    """On a CPU transformers decodes FP8, and does it rightly where blocks of 128 divide all sizes above 128."""
+    """On a CPU transformers decodes FP8, correctly if blocks of 128 divide all sizes above 128."""
     said, wrong = loaded_in_transformers(tmp_path, quantize, hidden_size=128, intermediate_size=128)
     assert (said, wrong) == ("vLLM, SGLang, transformers", [])
 
 
 def test_an_fp8_export_says_which_weights_transformers_reads_wrongly(tmp_path: Path) -> None:
-    """A hidden size of 192 is a block of 128 and one of 64; transformers takes two of 96, right if the scales agree."""
+    """192 is a block of 128 and one of 64; transformers uses two of 96, which is correct only for equal scales."""
     said, wrong = loaded_in_transformers(tmp_path, Quantize("fp8"), hidden_size=192, intermediate_size=128)
     assert len(wrong) > 10
     assert all(name.endswith("_proj.weight") for name in wrong)
@@ -262,7 +262,9 @@ def test_an_fp8_export_says_which_weights_transformers_reads_wrongly(tmp_path: P
 
 
 def loaded_in_transformers(folder: Path, quantize: Quantize, **sizes: int) -> tuple[str, list[str]]:
-    """Who loads a Llama's export, as the export says, and the weights that transformers reads otherwise than here."""
+    """Return which programs load a Llama export according to its report, and the weights that transformers reads
+    differently.
+    """
     from transformers import AutoModelForCausalLM
 
     changes = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 4, **sizes}
@@ -279,7 +281,7 @@ def loaded_in_transformers(folder: Path, quantize: Quantize, **sizes: int) -> tu
 @pytest.mark.matrix
 @pytest.mark.usefixtures("megatron", "forked_python")
 def test_acceptance_before_and_after_is_that_of_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same where nothing is quantized; another one where 4 bits take the trunk."""
+    """Equal if nothing is quantized; different if the trunk is in 4 bits."""
     folder = make(
         tmp_path / "hf",
         "mimo",

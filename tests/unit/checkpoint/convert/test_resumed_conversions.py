@@ -1,4 +1,4 @@
-"""A conversion that goes on: what is left of the interrupted one is trusted as far as its checksums say."""
+"""Resumed conversions: parts of the interrupted one are reused if their checksums match."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def source(hf: Path, tmp_path: Path) -> Path:
-    """A folder and a checkpoint of the same model."""
+    """Return a folder with a Hugging Face model and its checkpoint."""
     assert run("hf-to-mcore", hf, tmp_path / "mcore") == 0
     return Path(shutil.copytree(hf, tmp_path / "hf"))
 
@@ -66,7 +66,7 @@ def test_a_damaged_part_is_made_again(
 def count(
     work: Callable[[], int], owner: object, attribute: str, function: Callable[..., Any], patcher: pytest.MonkeyPatch
 ) -> int:
-    """Calls of a function."""
+    """Count the calls of a function."""
     calls: list[None] = []
     with patcher.context() as patch:
         patch.setattr(owner, attribute, lambda *arguments: (calls.append(None), function(*arguments))[1])
@@ -80,7 +80,7 @@ def other_config(folder: Path) -> None:
 
 
 def other_content(folder: Path) -> None:
-    """The same names and sizes."""
+    """Change the content but not names and sizes."""
     file = folder / "mcore" / "release" / "__1_0.distcp"
     file.write_bytes(file.read_bytes())
 
@@ -89,7 +89,7 @@ OF_ANOTHER = "is left from a conversion of another source or with other options;
 
 
 def stopped_early(command: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str | Path], list[str]]:
-    """The command's words and its flags, after a run whose disk was full after three writes."""
+    """Return the command's arguments and flags, after a run whose disk was full after three writes."""
     name, flags, owner, attribute, function, _ = COMMANDS[command]
     words = [command, root / name, root / "out"]
     with monkeypatch.context() as patch:
@@ -133,7 +133,7 @@ def test_other_options_are_not_gone_on_with(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Half of the tensors would be of another type, or of another number of layers."""
+    """Otherwise half of the tensors would have another dtype, or another number of layers."""
     words, _ = stopped_early(command, tmp_path, monkeypatch)
     assert run(*words, *other, "--resume") == 2
     assert OF_ANOTHER in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Folders that SpecForge saves, attached to a trunk, draft as its own forward does; skipped without the package."""
+"""Folders saved by SpecForge, attached to a trunk, draft like its own forward pass; skipped without the package."""
 
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def test_domino_drafts_as_specforge_does(shifts: bool, tmp_path: Path, monkeypat
 
 
 def config_of(shifts: bool) -> Qwen3Config:
-    """As in SpecForge's configs."""
+    """Return a config like SpecForge's."""
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,

@@ -1,6 +1,6 @@
-"""Folders that speculators saves, attached to a trunk, draft as speculators' own forward does.
+"""Folders saved by speculators, attached to a trunk, draft like speculators' own forward pass.
 
-Skipped without the package; with it, every kind that both have is drawn at random and saved by speculators.
+Skipped without the package; with it, every kind that both support is drawn at random and saved by speculators.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 S, F = "sliding_attention", "full_attention"
 BLOCK, MASK, RANK = 4, 7, 6
 LONG = 64
-"""A window of all positions: in speculators it begins W before the block for all rows, in engines before each row."""
+"""A window of all positions: in speculators it starts W before the block for all rows, in engines before each row."""
 BLOCKS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "dflash, full": ("dflash", [F, F], {}),
     "dflash, windowed": ("dflash", [S, S], {}),
@@ -64,7 +64,7 @@ def trunk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saved(model: Any, folder: Path, trunk: Path) -> Path:
-    """The model as speculators saves it: random weights, the trunk's embedding, lists of the drafted tokens."""
+    """Save the model as speculators does: random weights, the trunk's embedding, lists of the draft tokens."""
     torch.manual_seed(5)
     for name, parameter in model.named_parameters():
         noise = 0.2 * torch.randn_like(parameter)
@@ -88,7 +88,7 @@ def drafts(
     monkeypatch: pytest.MonkeyPatch,
     kind: type[judge.Reference] = judge.Reference,
 ) -> tuple[Given, dict[str, Tensor]]:
-    """What the plain reference is given, `part` of its methods, and what Megatron drafts of it."""
+    """Return the inputs of the plain reference, `part` of its methods, and Megatron's drafts from it."""
     plan_attaching_drafter(trunk, folder).write(target, QUIET)
     given: list[Given] = []
     made = getattr(kind, part)
@@ -114,7 +114,7 @@ def drafts(
 
 
 def by_token(logits_KN: Tensor, model: Any) -> Tensor:
-    """Logits of drafted tokens at their ids, zeros for the others."""
+    """Return logits of draft tokens at their ids, zeros elsewhere."""
     tokens_N = torch.arange(VOCABULARY) if model.d2t is None else model.d2t + torch.arange(len(model.d2t))
     return logits_KN.new_zeros(len(logits_KN), VOCABULARY).index_copy_(1, tokens_N, logits_KN)
 
@@ -217,7 +217,7 @@ def test_p_eagle_drafts_as_speculators_trains(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The masks behind one place are rows of its training forward, which draws their places at random.
+    """The masks after one position are rows of its training forward pass, which draws positions at random.
 
     There a mask sees all masks before it, in engines those in its window; this window has more positions than drafts.
     """

@@ -1,4 +1,4 @@
-"""Where the output of a conversion is while it is made, and which targets are refused before anything is."""
+"""Where a conversion writes its output, and which targets are rejected before any work."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_a_link_to_itself_and_a_file_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_part_that_is_damaged_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of three parts that an interrupted run has recorded, one lost its last bytes to a power cut."""
+    """Of three parts that an interrupted run has recorded, one lost its last bytes to a power failure."""
     made: list[int] = []
 
     def parts(partial: PartialFolder) -> list[tuple[int, Callable[[Callable[[int], None]], int]]]:
@@ -87,7 +87,7 @@ def test_a_record_that_a_power_cut_has_emptied_is_none(tmp_path: Path) -> None:
 
 
 def test_every_tensor_of_a_group_is_looked_at_for_nan() -> None:
-    """A rule may make several: the numbers that Megatron computes with, and the originals."""
+    """A rule may create several: the numbers that Megatron computes with, and the originals."""
     entries = [Entry([name], (2,), torch.float32) for name in "abc"]
     group = Group(entries, 24, lambda: [torch.ones(2), torch.tensor([1.0, torch.nan]), torch.tensor([-torch.inf, 1.0])])
     files: Any = SimpleNamespace(write=lambda _, made: [entry.keys[0] for entry, _ in made])

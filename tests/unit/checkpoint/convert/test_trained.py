@@ -1,4 +1,6 @@
-"""checkpoint/families/trained.py and convert/computation.py: which family takes a model, and which models none."""
+"""checkpoint/families/trained.py and convert/computation.py: which family takes a model, and which models no family
+takes.
+"""
 
 from argparse import Namespace
 from typing import Any
@@ -66,7 +68,7 @@ YARN = f"{LATENT} --rope-type yarn --rotary-scaling-factor 40 "
 
 
 def check(flags: str, without: str = "") -> None:
-    """Compare a model of these flags with the config.json of the first family that takes it."""
+    """Compare a model with these flags with the config.json of the first family that takes it."""
     args = parsed([flag for flag in f"{SIZES} {flags}".split() if flag not in without.split()], 128)
     name = next(name for name, form in trained_forms().items() if form.fits(args, 0))
     keys = {**common_keys(args, 128, "bfloat16"), **trained_forms()[name].keys(args), "model_type": name}
@@ -107,7 +109,7 @@ FOREIGN = [
     ("moe_mlp_glu_interleave_size", f"{ROUTED} --moe-mlp-glu-interleave-size 8"),
     ("softmax_type", "--softmax-type off-by-one"),
     ("spec", "--spec a b"),
-    # transformers has g(1) / 1 where one of the two is 0, Megatron g(mscale) / g(mscale_all_dim)
+    # if one of the two is 0, transformers uses g(1) / 1, and Megatron g(mscale) / g(mscale_all_dim)
     ("mscale", f"{YARN} --mscale 0.7 --mscale-all-dim 0"),
     ("mscale", f"{YARN} --mscale 0 --mscale-all-dim 0"),
     ("mscale", f"{YARN} --mscale 0 --mscale-all-dim 0.7"),

@@ -1,4 +1,4 @@
-"""`convert hf-to-mcore --trunk-only`: the trunk of a folder whose MTP layers are whole, damaged or lost."""
+"""`convert hf-to-mcore --trunk-only`: the trunk of a folder whose MTP layers are intact, damaged or missing."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def imported(folder: Path, out: Path, *flags: str) -> int:
 
 
 def damaged(folder: Path) -> Path:
-    """The same folder without the last tensor of its MTP layers."""
+    """Return the same folder without the last tensor of its MTP layers."""
     held = read(folder)
     kept = read(lost(Path(shutil.copytree(folder, folder.with_name("kept")))))
     write(folder, {name: tensor for name, tensor in held.items() if name != max(held.keys() - kept.keys())})
@@ -83,7 +83,7 @@ def test_a_trunk_alone_takes_new_layers_and_is_exported_with_them(tmp_path: Path
     folder = lost(make(tmp_path / "hf", "glm4_moe", 1))
     (folder / RECORD).write_text(json.dumps({"acceptance": [0.5]}))
     assert imported(folder, tmp_path / "trunk", "--trunk-only") == 0
-    assert not (tmp_path / "trunk" / RECORD).exists()  # it is of the layers
+    assert not (tmp_path / "trunk" / RECORD).exists()  # it describes the MTP layers
     assert not load_model(tmp_path / "trunk").config.mtp_num_layers
     mcore_to_hf(tmp_path / "trunk", tmp_path / "again", QUIET, form_of(tmp_path / "trunk"))
     assert json.loads((tmp_path / "again" / "config.json").read_text())["num_nextn_predict_layers"] == 0
@@ -133,7 +133,7 @@ def test_verify_compares_the_trunk_and_says_that_the_head_was_left_out(
     write(folder, {**whole, "lm_head.weight": whole["lm_head.weight"] + 1})
     assert main(["verify", str(folder), str(tmp_path / "trunk")]) == 1
     assert main(["attach-mtp", str(tmp_path / "trunk"), str(tmp_path / "new"), "--mtp-num-layers", "1"]) == 0
-    assert main(["verify", str(folder), str(tmp_path / "new")]) == 2  # layers that the folder does not hold
+    assert main(["verify", str(folder), str(tmp_path / "new")]) == 2  # the folder does not have these layers
 
 
 UNKNOWN = {"mtp.0.join.weight": torch.ones(3, 3)}

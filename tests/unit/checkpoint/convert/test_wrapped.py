@@ -1,4 +1,4 @@
-"""Models around a text model: all tensors and keys come back, and Megatron's logits are those of the whole model."""
+"""Models around a text model: tensors and keys survive a round trip, and Megatron's logits match the whole model."""
 
 import json
 import shutil
@@ -24,9 +24,9 @@ from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 TRAINED = [name for name in SEEING if name not in ("exaone4_5", "glm_ocr")]
-"""Those whose text model Megatron runs."""
+"""Models whose text model Megatron runs."""
 FIRST = ("exaone4_5", "got_ocr2", "internvl", "llava", "mistral3")
-"""Those of the first tier."""
+"""Models of the first tier."""
 
 
 def there_and_back(folder: Path) -> Path:
@@ -42,7 +42,7 @@ def there_and_back(folder: Path) -> Path:
 def judged(
     tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 ) -> dict[str, tuple[Path, Logits, Logits]]:
-    """A folder of every model, transformers' logits of it, and of what its checkpoint gives back."""
+    """Return a folder of every model, transformers' logits for it, and for its checkpoint's export."""
     root = tmp_path_factory.mktemp("seeing")
     names = SEEING if pytestconfig.getoption("--all") else FIRST
     folders = [make(root / name, SEEING[name], 0) for name in names]
@@ -153,7 +153,7 @@ def test_depths_are_attached_and_the_trunk_comes_back_whole(
 
 
 def as_megatron_saves(converted: Path, saved: Path) -> None:
-    """The checkpoint of a run that began with a converted one: Megatron saves what it has modules for, and no files."""
+    """Save the checkpoint of a run from a converted one: Megatron only saves its own modules, and no files."""
     reader = DistReader(converted)
     around = frozenset(key.removeprefix(CARRIED) for key in reader.keys if key.startswith(CARRIED))
     changed(reader, converted, NewDrafts(0, [], {}, dropped=around)).write(saved, QUIET)
@@ -165,7 +165,7 @@ def as_megatron_saves(converted: Path, saved: Path) -> None:
 def test_a_trained_text_model_is_exported_with_what_stands_around_it(
     name: str, judged: dict[str, tuple[Path, Logits, Logits]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Towers come from --like, bit by bit, and MTP layers that were attached are there too."""
+    """Towers come from --like, bit by bit, and attached MTP layers are included."""
     folder = judged[name][0]
     converted = folder.with_name(f"{name}-mcore")
     trained, more, back = (tmp_path / part for part in ("trained", "more", "back"))
@@ -187,7 +187,7 @@ def test_a_trained_text_model_is_exported_with_what_stands_around_it(
 def test_what_megatron_does_not_save_is_asked_for(
     judged: dict[str, tuple[Path, Logits, Logits]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A checkpoint that kept the folder's files alone has no towers, and another model's folder gives none."""
+    """A checkpoint that only kept the folder's files has no towers, and another model's folder cannot provide them."""
     folder, trained = judged["llava"][0], tmp_path / "trained"
     converted = folder.with_name("llava-mcore")
     as_megatron_saves(converted, trained)

@@ -1,4 +1,4 @@
-"""What becomes of the installed transformers' causal classes: the table of docs/reference/families.md, counted anew."""
+"""Support for transformers' causal classes: the table of docs/reference/families.md, recounted."""
 
 import runpy
 from collections import Counter
@@ -12,7 +12,7 @@ TABLES = runpy.run_path(str(ROOT / "tools/docs/family_tables.py"))
 
 
 def classes() -> dict[str, list[str]]:
-    """The causal classes, each with its `model_type`s; encoders with a head are named otherwise."""
+    """Return the causal classes with their `model_type`s; encoders with a head have other names."""
     found: dict[str, list[str]] = {}
     for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         for name in [names] if isinstance(names, str) else names:

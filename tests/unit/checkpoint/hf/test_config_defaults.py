@@ -1,4 +1,4 @@
-"""A key that a config leaves out is read as transformers reads it: every key of every family is dropped in turn."""
+"""A missing config key is read as transformers reads it: every key of every family is dropped in turn."""
 
 import copy
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ Keys = dict[str, Any]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 5e4, **BOTH}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
 MANY_HEADS = {"linear_num_key_heads": 16, "linear_num_value_heads": 16}
-"""Each a multiple of the other's default."""
+"""Each is a multiple of the other's default."""
 KINDS: dict[str, tuple[str, Keys]] = {
     "llama": ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8192}}),
     "qwen2": ("qwen2", {}),
@@ -33,26 +33,27 @@ KINDS: dict[str, tuple[str, Keys]] = {
     "qwen3_5_moe_text": ("qwen3_5_moe_text", {**LINEAR, **QWEN_EXPERTS, **MANY_HEADS}),
     "nemotron_h": ("nemotron_h", {**MODELS["nemotron_h"].config, "mamba_num_heads": 8}),
 }
-"""Families by `model_type`, the class in transformers that runs them, and a config."""
+"""Families by `model_type`: the transformers class that runs them, and a config."""
 NOT_LEFT_OUT = {
     *("vocab_size", "hidden_size", "intermediate_size", "ffn_hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("n_routed_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "kv_lora_rank"),
     *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "shared_expert_intermediate_size"),
 }
-"""Sizes, without which a folder is refused: the class would make a model as large as the published one."""
+"""Sizes that a folder must have: the class's default would be as large as the published model."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_key_that_is_left_out_is_read_as_transformers_reads_it(kind: str) -> None:
     runs, changes = KINDS[kind]
-    given = copy.deepcopy({**SIZES, **changes, "hidden_size": 64, "num_attention_heads": 32})  # any number of groups
+    # 32 heads can be split into any of the group counts.
+    given = copy.deepcopy({**SIZES, **changes, "hidden_size": 64, "num_attention_heads": 32})
     whole = AutoConfig.for_model(runs, **given).to_dict() | {"model_type": kind}
     compared = [key for key, keys in without_each(whole) if key not in NOT_LEFT_OUT and same(kind, runs, key, keys)]
     assert len(compared) > 10
 
 
 def without_each(whole: Keys) -> Iterator[tuple[str, Keys]]:
-    """Every key's name and the others, of the whole and of its rotary settings."""
+    """Yield each key's name and the config without it, including keys of the rotary settings."""
     for key in whole.keys() - {"model_type"}:
         yield key, {name: copy.deepcopy(value) for name, value in whole.items() if name != key}
     for key in whole.get("rope_parameters", {}):
@@ -61,7 +62,7 @@ def without_each(whole: Keys) -> Iterator[tuple[str, Keys]]:
 
 
 def same(kind: str, runs: str, key: str, keys: Keys) -> bool:
-    """Whether transformers takes the config at all; fails where it reads it otherwise."""
+    """Return whether transformers accepts the config; fail if it reads it differently."""
     try:
         own = {name: value for name, value in copy.deepcopy(keys).items() if name != "model_type"}
         theirs = AutoConfig.for_model(runs, **own).to_dict()
@@ -72,7 +73,7 @@ def same(kind: str, runs: str, key: str, keys: Keys) -> bool:
 
 
 def read(kind: str, keys: Keys) -> tuple[object, list[tuple[str, object]]]:
-    """Megatron's flags, or why there are none, and the tensors with their shapes."""
+    """Return Megatron's flags, or why there are none, and the tensors with their shapes."""
     family = FAMILIES[kind]
     config = family.complete(HFConfig.from_keys(keys))
     layout = Layout(int(family.depths is not None), frozenset({"head"}))
@@ -86,7 +87,7 @@ def read(kind: str, keys: Keys) -> tuple[object, list[tuple[str, object]]]:
 
 
 def test_a_family_without_a_class_of_its_own_is_judged_with_its_own_defaults() -> None:
-    """Bailing-MoE V2 is run by GLM-4 MoE's class, which rotates half of a head where no key says how much."""
+    """Bailing-MoE V2 runs in GLM-4 MoE's class, which rotates half of a head if no key is set."""
     defaults, theirs = FAMILIES["bailing_moe"].defaults, AutoConfig.for_model("glm4_moe").to_dict()
     absent = FORMS["bailing_moe"].absent
     assert {

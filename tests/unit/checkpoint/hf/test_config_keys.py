@@ -1,6 +1,6 @@
-"""Every key of a family's config class is read, has no effect on logits, or is refused; absent keys have its defaults.
+"""Every key of a family's config class is read, does not affect logits, or is rejected; missing keys use its defaults.
 
-So a new version of transformers that adds a key which changes the computation fails here.
+So a new version of transformers with a new key that changes the computation fails here.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ SIZES = set(
     "num_local_experts n_routed_experts num_experts_per_tok shared_expert_intermediate_size kv_lora_rank "
     "qk_nope_head_dim qk_rope_head_dim v_head_dim".split()
 )
-"""A config without them is refused, unless the class has a default that the family names."""
+"""Keys that a config must have, unless the class has a default that the family names."""
 READ = SIZES | set(
     "num_key_value_heads head_dim hidden_act max_position_embeddings rms_norm_eps layer_norm_eps norm_eps "
     "rope_parameters tie_word_embeddings attention_bias attention_out_bias qkv_bias use_qkv_bias use_bias bias "
@@ -32,13 +32,13 @@ READ = SIZES | set(
     "rope_interleave original_max_position_embeddings swiglu_alpha swiglu_limit layer_rope_theta "
     "shared_intermediate_size".split()
 )
-"""Keys that rules or flags read, or with which a model is refused."""
+"""Keys that rules or flags read, or that cause a model to be rejected."""
 INERT = set(
     "initializer_range embedding_initializer_range use_cache pad_token_id bos_token_id eos_token_id pretraining_tp "
     "attention_dropout hidden_dropout residual_dropout resid_pdrop embd_pdrop output_router_logits "
     "router_aux_loss_coef router_jitter_noise enable_moe_fp32_combine num_mtp_layers".split()
 )
-"""Keys about training, generation or the type of sums."""
+"""Keys for training, generation or accumulation dtype."""
 COMMON = set(CONFIG_MAPPING["llama"].__mro__[1].__dataclass_fields__)
 """Keys of every config."""
 
@@ -65,7 +65,7 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "first_k_dense_replace": (0,),
     "mlp_layer_types": (["dense", "sparse"],),
 }
-"""Values that the reader of a key takes where the key is absent, or that have no effect then."""
+"""Values that the reader assumes for a missing key, or that have no effect."""
 
 
 @pytest.mark.parametrize("name", NAMES)

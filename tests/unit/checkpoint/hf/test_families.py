@@ -1,4 +1,4 @@
-"""Every family: Hugging Face to Megatron and back is equal bit by bit, in tensors and in config keys."""
+"""Every family: a round trip from Hugging Face to Megatron is bit-identical, in tensors and in config keys."""
 
 import runpy
 from collections.abc import Callable, Iterable
@@ -39,10 +39,12 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 COUNTED = {("qwen3_next", 0): {"mtp_num_hidden_layers": 0}, ("mimo_v2_flash", 1): {"num_nextn_predict_layers": 1}}
-"""Keys that an export adds where a folder has other depths than the published ones and does not say so."""
+"""Keys that an export adds if a folder's MTP layers differ from the published number and its config does not count
+them.
+"""
 
 
-@pytest.mark.parametrize(("name", "depths"), tiered(CASES, [*dict(CASES).items()][::3]))  # the most depths
+@pytest.mark.parametrize(("name", "depths"), tiered(CASES, [*dict(CASES).items()][::3]))  # the most MTP layers
 def test_a_round_trip_gives_back_every_bit_and_key(tmp_path: Path, name: str, depths: int) -> None:
     source, back = there_and_back(tmp_path, name, depths, torch.bfloat16)
     same(read(source), read(back))
@@ -58,7 +60,7 @@ TABLES = runpy.run_path(str(ROOT / "tools/docs/family_tables.py"))
     "table", [TABLES["families_table"], TABLES["trained_table"], lambda families: TABLES["forms_table"]()]
 )
 def test_the_tables_of_the_pages_are_those_of_the_families(table: Callable[[Iterable[Family]], str]) -> None:
-    """`python tools/docs/family_tables.py` prints what belongs there."""
+    """`python tools/docs/family_tables.py` prints the tables."""
     pages = [
         (ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("reference/families", "guides/convert")
     ]

@@ -50,7 +50,7 @@ def test_the_rules_around_a_text_model_are_those_of_the_record(name: str) -> Non
 
 
 def changes(kind: str, name: str, found: object) -> list[str]:
-    """Nothing where the digest is that of the record, else the lines that differ from the commit that wrote it."""
+    """Return nothing if the digest matches the record, else the lines that differ from the commit that wrote it."""
     if golden_rules.digest(found) == RULES[kind][name]:
         return []
     try:
@@ -68,12 +68,12 @@ def test_what_users_type_and_store_is_that_of_the_record() -> None:
 
 
 def swapped(rule: Rule) -> Rule:
-    """Up before gate."""
+    """Put up before gate."""
     return replace(rule, hf=rule.hf[::-1]) if rule.mcore[0].key.endswith("linear_fc1.weight") else rule
 
 
 def transposed(rule: Rule) -> Rule:
-    """A weight as if the folder stored it as [input, output]."""
+    """Read a weight as if the folder stored it as [input, output]."""
     return replace(rule, map=Transposed()) if rule.mcore[0].key.endswith("linear_proj.weight") else rule
 
 
@@ -92,7 +92,7 @@ PLANTED: dict[Callable[[Rule], Rule], str] = {
     halved: "rows' halves swapped",
     renamed: "-> decoder.final_norm.weight",
 }
-"""A fault in a family, to what the difference says of it."""
+"""For each fault in a family, a part of the printed difference."""
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)

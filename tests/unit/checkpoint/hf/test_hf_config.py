@@ -1,4 +1,4 @@
-"""checkpoint/hf/config.py: what a config.json may leave out, and what is said of one that is wrong."""
+"""checkpoint/hf/config.py: keys that a config.json may omit, and error messages for wrong ones."""
 
 import os
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def test_a_text_model_inside_another_is_read_and_keeps_the_type_of_the_whole() -
 
 @pytest.mark.parametrize(("top", "text", "tied"), [(True, False, True), (None, True, True), (False, False, False)])
 def test_a_head_is_tied_if_the_whole_or_the_text_model_says_so(top: bool | None, text: bool, tied: bool) -> None:
-    """transformers writes true beside `text_config` and false into it for a config that had the top key alone."""
+    """For a config with only the top-level key, transformers writes true next to `text_config` and false inside it."""
     beside = {} if top is None else {"tie_word_embeddings": top}
     keys = {"model_type": "outer", **beside, "text_config": {"model_type": "inner", "tie_word_embeddings": text}}
     assert HFConfig.from_keys(keys).flag("tie_word_embeddings") is tied

@@ -1,4 +1,4 @@
-"""Safetensors folders: FP8 by an example that a person can check, and what comes of it in a conversion."""
+"""Safetensors folders: FP8 on an example that can be checked by hand, and its conversion."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_fp8_without_scales_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_is_opened_once_for_all_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opening parses the whole header: an opening a tensor makes reading quadratic."""
+    """Opening parses the whole header: opening per tensor makes reading quadratic."""
     folder = HFFolder(make(tmp_path / "hf", "llama", 0, shards=True))
     opened: list[Path] = []
     whole = folders.safe_open
@@ -81,7 +81,7 @@ def test_an_expert_is_found_without_a_search_through_all(tmp_path: Path, monkeyp
 
 
 def test_where_a_tensor_lies_in_two_files_the_index_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Overlays change tensors in a file of their own, and leave the old ones where they were."""
+    """Overlays store changed tensors in a separate file, and leave the old ones in place."""
     source = make(tmp_path / "hf", "llama", 0, shards=True)
     index = json.loads((source / folders.INDEX).read_text())["weight_map"]
     name = "model.embed_tokens.weight"

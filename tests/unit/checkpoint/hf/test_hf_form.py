@@ -1,4 +1,4 @@
-"""The Hugging Face form of trained models: vocabulary, special tokens, and the config keys that engines read."""
+"""Trained models in Hugging Face format: vocabulary, special tokens, and the config keys that engines read."""
 
 import json
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_every_key_that_an_engine_reads_is_written(name: str, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("megatron")
 def test_an_epsilon_that_transformers_lacks_inside_latent_attention_is_refused(tmp_path: Path) -> None:
-    """With 1e-4 the logits of an export are off by a thousandth of the largest."""
+    """With 1e-4, logits of an export are off by a thousandth of the largest."""
     with pytest.raises(ValueError, match=r"epsilon of 0\.0001, .* latent .* transformers has 1e-6"):
         export(trained(tmp_path / "latent", f"{LATENT} --norm-epsilon 1e-4"), tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
@@ -98,7 +98,7 @@ def test_the_rows_that_pad_the_vocabulary_stay_behind(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("megatron")
 def test_keys_that_a_config_leaves_out_have_their_familys_defaults(tmp_path: Path) -> None:
-    """transformers writes no `norm_topk_prob` for this family, whose weights of experts always add up to 1."""
+    """transformers writes no `norm_topk_prob` for this family, whose expert weights always sum to 1."""
     source = make(tmp_path / "hf", "qwen3_5_moe_text-packed", 1)
     assert "norm_topk_prob" not in json.loads((source / "config.json").read_text())
     hf_to_mcore(source, tmp_path / "mcore", QUIET)
@@ -139,7 +139,7 @@ def test_the_tokenizer_tells_vocabulary_and_special_tokens(tmp_path: Path, token
 
 @pytest.mark.usefixtures("megatron")
 def test_rows_that_no_token_has_are_kept_when_a_converted_model_is_trained(tmp_path: Path, tokenizer: Path) -> None:
-    """As Qwen3's and DeepSeek-V3's, whose embeddings have more rows than their tokenizers have tokens."""
+    """As in Qwen3 and DeepSeek-V3, whose embeddings have more rows than their tokenizers have tokens."""
     converted = trained(tmp_path / "converted", vocabulary=300)
     args = parse_flags(["--use-checkpoint-args", "--load", str(converted)])
     vars(args).update({**checkpoint_arguments(args), "tokenizer_model": str(tokenizer)})
@@ -184,7 +184,7 @@ def test_a_tokenizer_with_more_tokens_than_rows_is_refused(tmp_path: Path, token
     ],
 )
 def test_a_kept_config_does_not_override_the_checkpoints_arguments(flags: str, tmp_path: Path) -> None:
-    """As where a converted model was trained with other flags, over itself."""
+    """For example if a converted model was trained with other flags and saved over itself."""
     source = trained(tmp_path / "mcore", flags)
     keep_hf_files(export_folder(trained(tmp_path / "before"), tmp_path / "described"), source / HF_FILES, {})
     with pytest.raises(ValueError, match=r"was trained with .*, but it is .* in .*hf/config.json; make"):

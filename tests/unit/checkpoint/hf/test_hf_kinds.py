@@ -1,4 +1,4 @@
-"""Folders that cannot be read: each kind is named in one sentence that says what to do, and nothing is made."""
+"""Unreadable folders: each kind gets one sentence with a remedy, and nothing is written."""
 
 import json
 import shutil
@@ -86,7 +86,7 @@ def missing_shard(folder: Path) -> None:
 
 
 def retyped(dtype: torch.dtype) -> Spoil:
-    """A weight in another type."""
+    """Change a weight's dtype."""
 
     def spoil(folder: Path) -> None:
         tensors = read(folder)
@@ -106,7 +106,7 @@ def renamed(change: Callable[[str], str]) -> Spoil:
 
 
 def trained_head(folder: Path) -> None:
-    """As adapters with `modules_to_save` are merged: the config still ties the head that was trained."""
+    """As after merging adapters with `modules_to_save`: the config still ties the trained head."""
     config(tie_word_embeddings=True)(folder)
     write(folder, {**read(folder), HEAD: read(folder)[EMBEDDING] + 1})
 
@@ -186,7 +186,7 @@ NO_TENSORS = (
     "gguf", "link of the weights", "link of a tokenizer", "truncated", "absurd header", "a folder as a file",
     "lfs pointer", "lora with a config",
 )  # fmt: skip
-"""Kinds whose tensors the reader of folders does not list."""
+"""Kinds whose tensors the folder reader does not list."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""checkpoint/hf/hub.py against a Hub of this machine: what is downloaded, and what an interruption costs."""
+"""checkpoint/hf/hub.py against a local Hub: what is downloaded, and how interrupted downloads resume."""
 
 import hashlib
 import json
@@ -17,15 +17,15 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 WEIGHTS = bytes(range(256)) * 2**17
 FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": WEIGHTS, "modeling.py": b"raise SystemExit"}
 CUT = len(WEIGHTS) // 2
-"""More than huggingface_hub takes at a time, which is 10 MiB."""
+"""Bytes before a download breaks off: more than huggingface_hub reads at a time, which is 10 MiB."""
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The endpoints that huggingface_hub asks for a snapshot.
+    """The endpoints that huggingface_hub uses for a snapshot.
 
     Attributes:
         asked: file and first byte of every download.
-        cuts: downloads of the weights that break off after `CUT` bytes.
+        cuts: number of weight downloads that break off after `CUT` bytes.
     """
 
     asked: ClassVar[list[tuple[str, int]]] = []
@@ -38,7 +38,7 @@ class Hub(BaseHTTPRequestHandler):
         self._answer(with_body=True)
 
     def log_message(self, *_: object) -> None:
-        """Be silent."""
+        """Log nothing."""
 
     def _answer(self, with_body: bool) -> None:
         path = self.path.split("?")[0]
@@ -73,13 +73,13 @@ class Hub(BaseHTTPRequestHandler):
 
 
 def entry(name: str) -> dict[str, object]:
-    """A file in the listing of the repository."""
+    """Return a file's entry in the repository listing."""
     return {"type": "file", "path": name, "size": len(FILES[name]), "oid": hashlib.sha1(FILES[name]).hexdigest()}
 
 
 @pytest.fixture
 def hub() -> Iterator[str]:
-    """The address of a Hub that has one model."""
+    """Return the address of a Hub with one model."""
     Hub.asked.clear()
     Hub.cuts = 0
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
@@ -89,7 +89,7 @@ def hub() -> Iterator[str]:
 
 
 def download(hub: str, cache: Path, name: str) -> subprocess.CompletedProcess[str]:
-    """`local_folder` in a process of its own, since huggingface_hub reads its settings when it is imported."""
+    """Run `local_folder` in a separate process, since huggingface_hub reads its settings at import."""
     proxies = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
     settings = {"HF_ENDPOINT": hub, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
     code = "import sys; from megatron_mtp.checkpoint.hf.hub import local_folder; print(local_folder(sys.argv[1]))"

@@ -1,4 +1,4 @@
-"""Families with recurrent trunks: sizes and quirks, planted faults, depths written out plainly, depths on disk.
+"""Families with recurrent trunks: sizes and special cases, planted faults, MTP layers in plain code, files on disk.
 
 `test_verify.py` has what they share with other families: logits of all of them, the bigram models, common faults.
 """
@@ -42,7 +42,7 @@ from megatron_mtp.model.rope import place
 pytestmark = pytest.mark.usefixtures("forked_python", "megatron")
 
 FAMILIES = {"qwen3_next": 1, "qwen3_5_text": 1, "qwen3_5_moe_text": 1, "nemotron_h": 3}
-"""Their models, and the depths of each."""
+"""Models of these families, and the number of MTP layers."""
 AllJudged = dict[tuple[str, bool], Judged]
 
 
@@ -50,7 +50,7 @@ def failed(checks: list[Check]) -> set[str]:
     return {check.name for check in checks if not check.ok}
 
 
-# --- sizes and quirks ------------------------------------------------------------------------------------------------
+# --- sizes and special cases ------------------------------------------------------------------------------------------
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "a dense layer among experts, as many keys as values": (
@@ -92,7 +92,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("sizes", tiered(OTHERS, [*OTHERS][:1]))
 def test_other_sizes_are_proved_and_come_back_bit_by_bit(sizes: str, tmp_path: Path) -> None:
-    """In bfloat16, with float32 norms whose bits a difference to 1 would lose, and time steps below 0.001."""
+    """In bfloat16, with float32 norms whose bits the difference to 1 would lose, and time steps below 0.001."""
     name, changes = OTHERS[sizes]
     source = make(tmp_path / "hf", name, 1, torch.bfloat16, changes=changes)
     tensors = {
@@ -186,7 +186,7 @@ def test_a_config_that_cannot_be_is_one_sentence(
 
 
 def test_stages_and_the_number_of_depths_are_no_settings(tmp_path: Path) -> None:
-    """A run may cut the trunk into stages, and use its depth repeatedly."""
+    """A run may split the trunk into stages, and repeat its MTP layer."""
     flags, _ = flags_of(HFModel.read(make(tmp_path / "hf", "qwen3_next", 1)))
     assert flags is not None
     args, other = parsed(flags, 96), parsed(flags, 96)
@@ -206,7 +206,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> AllJudged:
 
 
 class Spoilt:
-    """A map, and then a fault in those of its tensors whose keys have this ending."""
+    """A map that then damages those of its tensors whose keys have this suffix."""
 
     what = "spoilt"
 
@@ -238,7 +238,7 @@ def one_forgotten(rule: Rule) -> Rule:
 
 
 def experts_permuted(rule: Rule) -> Rule:
-    """The second expert's first matrix is the first's and the other way round."""
+    """Swap the first matrices of the first two experts."""
 
     def other(piece: Piece) -> Piece:
         if not piece.key.endswith("experts.linear_fc1.weight") or not piece.offset or piece.offset[0] > 1:
@@ -279,7 +279,7 @@ PLANTED: dict[str, dict[str, Callable[[Rule], Rule]]] = {
     "qwen3_5_moe_text": {**DELTA, **EXPERTS},
     "nemotron_h": {**MAMBA, **EXPERTS},
 }
-"""Faults of the rules that both directions share, which only logits can show."""
+"""Faults in rules that both directions share, so that only logits show them."""
 ALONE = {"a number of the config": None, "halves swapped": halves_swapped}
 CASES = [(name, fault) for name in FAMILIES for fault in (*PLANTED[name], *ALONE)]
 
@@ -316,7 +316,7 @@ def test_a_planted_fault_is_seen(
     assert ("trunk logits" in seen) == ("trunk logits" in shown)
 
 
-# --- depths, written out plainly -------------------------------------------------------------------------------------
+# --- MTP layers in plain code -----------------------------------------------------------------------------------------
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -324,7 +324,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotated(x_SND: Tensor, dims: int) -> Tensor:
-    """The first dims of every head, in halves, by angles of base 10,000."""
+    """Rotate the first dims of every head, in halves, with base 10,000."""
     angles = torch.arange(len(x_SND))[:, None] / 10000 ** (torch.arange(0, dims, 2) / dims)
     cosine, sine = angles.cos()[:, None], angles.sin()[:, None]
     first, second, rest = x_SND.split([dims // 2, dims // 2, x_SND.size(-1) - dims], dim=-1)
@@ -340,19 +340,19 @@ def attended(query_SND: Tensor, key_SGD: Tensor, value_SGD: Tensor) -> Tensor:
 
 
 def chosen(x_SH: Tensor, weights_SE: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """The sum of experts by their weights, 0 for those that are not chosen."""
+    """Return the weighted sum of experts; unselected ones have weight 0."""
     return sum((weights_SE[:, [index]] * expert(index, x_SH) for index in range(weights_SE.size(1))), torch.zeros(()))
 
 
 def among_best(scores_SE: Tensor, by_SE: Tensor) -> Tensor:
-    """The scores of the two experts with the largest `by`, as parts of their sum; 0 for others."""
+    """Return the normalized scores of the two experts with the largest `by`; 0 for the others."""
     best = by_SE.topk(2, dim=-1).indices
     kept = torch.zeros_like(scores_SE).scatter(-1, best, scores_SE.gather(-1, best))
     return kept / kept.sum(-1, keepdim=True)
 
 
 def qwen_layer(t: Tensors, x_SH: Tensor) -> Tensor:
-    """Gated attention with a quarter of every head rotated, then an MLP, or experts and a shared one with a gate."""
+    """Gated attention with a quarter of every head rotated, then an MLP, or experts and a gated shared expert."""
     own = {name.removeprefix("mtp.layers.0."): value for name, value in t.items()}
     normed = norm(x_SH, 1 + own["input_layernorm.weight"], 1e-6)
     query, key, value = (linear(normed, own[f"self_attn.{part}_proj.weight"]) for part in "qkv")
@@ -376,7 +376,7 @@ def qwen_layer(t: Tensors, x_SH: Tensor) -> Tensor:
 
 
 def nemotron_layers(t: Tensors, x_SH: Tensor, depth: int) -> Tensor:
-    """Attention without positions, then experts of squared ReLUs by sigmoid scores."""
+    """Attention without positions, then squared-ReLU experts selected by sigmoid scores."""
     of_attention, of_experts = (f"mtp.layers.{2 * depth + half}." for half in (0, 1))
     normed = norm(x_SH, t[f"{of_attention}norm.weight"], 1e-5)
     parts = (linear(normed, t[f"{of_attention}mixer.{part}_proj.weight"]).unflatten(-1, (-1, 16)) for part in "qkv")
@@ -395,7 +395,9 @@ def nemotron_layers(t: Tensors, x_SH: Tensor, depth: int) -> Tensor:
 
 
 def plain_depths(name: str, t: Tensors, state_SH: Tensor, tokens_S: Tensor, depths: int) -> list[Tensor]:
-    """Logits of every depth: [norm of the next token's embedding | norm of the state] projected, layers, norm, head."""
+    """Return logits of every depth: [norm of the next token's embedding | norm of the state] projected, layers, norm,
+    head.
+    """
     qwen, found = name != "nemotron_h", []
     words = t["model.embed_tokens.weight" if qwen else "backbone.embeddings.weight"]
     for depth in range(depths):
@@ -417,7 +419,7 @@ def plain_depths(name: str, t: Tensors, state_SH: Tensor, tokens_S: Tensor, dept
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_depths_are_those_that_engines_compute(name: str, judged: AllJudged, tmp_path: Path) -> None:
-    """As vLLM's modules of these families compute them, from transformers' states of the trunk; in float64."""
+    """Compared with vLLM's modules for these families, from transformers' trunk states, in float64."""
     from transformers import AutoModelForCausalLM
 
     folder = judged[name, False].folder
@@ -438,7 +440,7 @@ def test_depths_are_those_that_engines_compute(name: str, judged: AllJudged, tmp
         assert (ours_SV - plain_SV).abs().max() < 1e-4 * plain_SV.abs().max()
 
 
-# --- depths on disk --------------------------------------------------------------------------------------------------
+# --- MTP layers on disk -----------------------------------------------------------------------------------------------
 
 DENSE = {"layers_block_type": ["mamba", "mlp", "full_attention", "mlp"]}
 ATTACHED: list[tuple[str, dict[str, Any], int, str]] = [
@@ -455,7 +457,7 @@ def test_attached_depths_are_exported_and_proved(
     name: str, changes: dict[str, Any], depths: int, pattern: str, init: str, tmp_path: Path
 ) -> None:
     source = make(tmp_path / "hf", name, 0, changes=changes)
-    (source / "tokenizer.json").unlink()  # which is not a tokenizer
+    (source / "tokenizer.json").unlink()  # it is not a tokenizer
     mcore, new, back = (str(tmp_path / part) for part in ("mcore", "new", "back"))
     assert main(["hf-to-mcore", str(source), mcore]) == 0
     assert main(["attach-mtp", mcore, new, "--mtp-num-layers", str(depths), "--mtp-init", init]) == 0
@@ -473,12 +475,12 @@ def test_attached_depths_are_exported_and_proved(
     assert failed(verify(tmp_path / "back", tmp_path / "new")) == set()
 
 
-# --- what is left is rounding ----------------------------------------------------------------------------------------
+# --- the remaining difference is rounding -----------------------------------------------------------------------------
 
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Modules that compute in float32 whatever they get leave float64 as it is."""
+    """Keep modules that always compute in float32 from downcasting float64."""
     to_float, to = Tensor.float, Tensor.to
 
     def kept(values: Tensor, *given: Any, **named: Any) -> Tensor:
@@ -494,7 +496,7 @@ def in_float64() -> Iterator[None]:
 
 
 def trunk_logits(source: Path, mcore: Path, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of Megatron's and of transformers' model, in this type throughout."""
+    """Return logits of Megatron's and transformers' model, computed in this dtype."""
     from transformers import AutoModelForCausalLM
 
     model = load_model(mcore)
@@ -511,7 +513,9 @@ def trunk_logits(source: Path, mcore: Path, dtype: torch.dtype) -> tuple[Tensor,
 
 @pytest.mark.matrix
 def test_the_largest_difference_of_qwen3_next_is_float32s(tmp_path: Path) -> None:
-    """A model that float32 rounds worst of 34: each side is farther from itself in float64 than from the other."""
+    """The model with the worst float32 rounding of 34: each side differs more from itself in float64 than from the
+    other.
+    """
     source = make(tmp_path / "hf", "qwen3_next", 1, seed=17)
     hf_to_mcore(source, tmp_path / "mcore", QUIET)
     ours, theirs = trunk_logits(source, tmp_path / "mcore", torch.float32)

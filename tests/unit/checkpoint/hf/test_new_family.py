@@ -1,4 +1,4 @@
-"""A family is one row, here or in a package outside: the example of docs/develop/extending.md, by the commands."""
+"""A family is one row, here or in an external package: the commands run the example of docs/develop/extending.md."""
 
 import json
 import os
@@ -24,7 +24,7 @@ for arguments in json.loads(sys.argv[1]):
     if status := main(["convert", *arguments]):
         sys.exit(status)
 """
-"""Several commands in one process, which takes longer to start than to convert."""
+"""Runs several commands in one process, which takes longer to start than to convert."""
 
 INSTALLED = """
 import sys
@@ -34,7 +34,7 @@ from megatron_mtp.checkpoint.verify.reference_forms import FORMS
 for table in (FAMILIES, FORMS):
     vars(table).pop("_registered", None)
 """
-"""A package that a fork finds, whose tables may have been listed before."""
+"""Makes a fork find a new package, even if its tables have already been listed."""
 
 
 def heron_depths(trunk: Tensors, depths: int) -> Tensors:
@@ -55,7 +55,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def convert(path: Path, *commands: list[object]) -> subprocess.CompletedProcess[str]:
-    """Run commands of `convert`, modules at `path` in front of all others; in a fork if the package is as it is."""
+    """Run commands of `convert` with modules at `path` before all others; in a fork if the package is unmodified."""
     words = json.dumps([[str(word) for word in command] for command in commands])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), str(ROOT)])}
     if not (path / "megatron_mtp").exists():
@@ -66,14 +66,14 @@ def convert(path: Path, *commands: list[object]) -> subprocess.CompletedProcess[
 
 
 def example() -> tuple[str, str]:
-    """The row of the family, and its description for `verify`."""
+    """Return the family's row, and its description for `verify`."""
     section = (ROOT / "docs/develop/extending.md").read_text().split("\n## A model family\n")[1].split("\n## ")[0]
     (_, family), (_, form) = blocks(section, "python")
     return family, form
 
 
 def in_the_package(path: Path) -> None:
-    """A copy of the package with the rows of the family."""
+    """Copy the package and add the family's rows."""
     package = shutil.copytree(ROOT / "megatron_mtp", path / "megatron_mtp")
     family, form = example()
     families, forms = package / "checkpoint/families", package / "checkpoint/verify/reference_forms.py"
@@ -86,7 +86,7 @@ def in_the_package(path: Path) -> None:
 
 
 def outside(path: Path) -> None:
-    """An installed package whose entry points lead to the family."""
+    """Create an installed package whose entry points add the family."""
     family, form = example()
     (path / "heron.py").write_text(family)
     (path / "heron_form.py").write_text(form)
@@ -125,7 +125,7 @@ def test_a_new_family_goes_there_and_back_and_computes_the_same(
 
 
 def logits_of(proved: dict[str, Any]) -> list[str]:
-    """What `verify` has compared."""
+    """Return what `verify` has compared."""
     ends = " logits, largest difference"
     names = [check["name"] for check in proved["checks"] if check["made"]]
     return [name.removesuffix(ends) for name in names if name.endswith(ends)]

@@ -1,4 +1,4 @@
-"""Quantised folders are read as transformers reads them, converted, and exported in bfloat16 under that name."""
+"""Quantized folders are read as transformers reads them, converted, and exported in bfloat16 under the same names."""
 
 import json
 import re
@@ -98,7 +98,7 @@ def test_every_weight_of_several_tensors_is_found_with_its_parts() -> None:
     ],
 )
 def test_tensors_that_make_no_weight_are_wrong(stored: dict[str, Any], says: str) -> None:
-    """A left-over scale once made a BF16 weight 1,000 times smaller, and every judge read it so."""
+    """Regression: a leftover scale once made a BF16 weight 1,000 times smaller, in every comparison alike."""
     (weight,) = quantized_weights(stored, Numbers(block=(2, 3))).values()
     assert says in weight.fault
     with pytest.raises(MisfitError, match=re.escape(says)):
@@ -106,7 +106,7 @@ def test_tensors_that_make_no_weight_are_wrong(stored: dict[str, Any], says: str
 
 
 def rows_folder(folder: Path) -> Path:
-    """Llama's FP8, with a scale for each row."""
+    """Write Llama's FP8 with one scale per row."""
     folder = fp8_folder(folder)
     keys = json.loads((folder / "config.json").read_text())
     keys["quantization_config"] = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
@@ -128,7 +128,7 @@ def test_a_quantized_folder_converts_and_comes_back_in_bfloat16(make_folder: obj
     assert source.tensors.keys() == back.keys()
     assert [name for name, tensor in back.items() if not torch.equal(tensor, source.read(name))] == []
     assert {tensor.dtype for tensor in back.values()} == {torch.bfloat16}
-    theirs = read_tensors(folder)  # the reader of verify's witness, which has no line in common with HFFolder
+    theirs = read_tensors(folder)  # verify's reference reader, which shares no code with HFFolder
     assert [name for name in back if not torch.equal(theirs[name], source.read(name).float())] == []
     keys = json.loads((tmp_path / "back/config.json").read_text())
     assert "quantization_config" not in keys
@@ -137,7 +137,7 @@ def test_a_quantized_folder_converts_and_comes_back_in_bfloat16(make_folder: obj
 
 @pytest.mark.parametrize("form", [name for name in FORMS if name != "bitsandbytes"])
 def test_a_folder_of_every_form_becomes_a_trunk_with_its_head(form: str, tmp_path: Path) -> None:
-    """The type is that of scales of 16 bits, and otherwise bfloat16; the reader's own bits come back."""
+    """The dtype is that of 16-bit scales, otherwise bfloat16; the reader's bits survive the round trip."""
     folder = coded_folder(tmp_path / "hf", form)
     hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     kept = kept_form(tmp_path / "mcore")
@@ -155,7 +155,7 @@ def test_a_folder_of_every_form_becomes_a_trunk_with_its_head(form: str, tmp_pat
 
 @pytest.mark.parametrize("place", ["quantization_config", "compression_config", "text_config"])
 def test_an_export_has_no_quantization_in_its_config(place: str, tmp_path: Path) -> None:
-    """Also where the tensors were bfloat16 already, or the key lies in the config of the text model."""
+    """Even if the tensors were already bfloat16, or the key is in the text model's config."""
     folder = make(tmp_path / "hf", "llama", 0, torch.bfloat16)
     keys = json.loads((folder / "config.json").read_text())
     settings = {"quant_method": "fp8", "weight_block_size": [16, 16]}

@@ -1,7 +1,7 @@
-"""Every form decodes to the bits of its own library, on random tensors of odd sizes.
+"""Every quantized format decodes to the same bits as its own library, on random tensors of odd sizes.
 
-compressed-tensors is always there. AWQ, GPTQ and modelopt's NVFP4 are compared with autoawq, gptqmodel, auto-round and
-nvidia-modelopt, whose wheels are large. A comparison is skipped where its library cannot be imported.
+compressed-tensors is always installed. AWQ, GPTQ and modelopt's NVFP4 are compared with autoawq, gptqmodel, auto-round
+and nvidia-modelopt, whose wheels are large; a comparison is skipped if its library cannot be imported.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
 def decoded(name: str, parts: Tensors, numbers: Numbers | None = None) -> Tensor:
-    """The weight by the row of the table, whose shape must be what the row says of the parts."""
+    """Decode the weight with the table's row, and check its shape."""
     (form,) = (form for form in FORMS if form.name == name)
     assert form.decode is not None
     weight = form.decode(parts, numbers or Numbers())
@@ -78,7 +78,7 @@ def test_fp8_by_row_and_tensor(name: str, strategy: str, dtype: torch.dtype) -> 
     assert same(decoded(name, parts), by_library("float-quantized", parts, scheme("float", 8, strategy)))
 
 
-# --- 4 bits with an exponent ------------------------------------------------------------------------------------------
+# --- 4-bit floating point ---------------------------------------------------------------------------------------------
 
 
 def nibbles(rows: int, columns: int) -> Tensor:
@@ -151,7 +151,7 @@ GPTQ: dict[str, dict[str, Any]] = {
 
 
 def gptq(bits: int = 4, group: int = 16, order: bool = False, zeros: Tensor | None = None) -> Tensors:
-    """64 columns, 32 rows."""
+    """Return 64 columns and 32 rows."""
     index = torch.arange(64) // group
     return {
         "qweight": words(2 * bits, 32),
@@ -163,7 +163,7 @@ def gptq(bits: int = 4, group: int = 16, order: bool = False, zeros: Tensor | No
 
 @pytest.mark.parametrize("case", GPTQ)
 def test_gptq_as_gptqmodel(case: str) -> None:
-    """Zero points of every value: format 1 subtracts 1 from whole words, which borrows from the next number."""
+    """With every zero point: format 1 subtracts 1 from whole words, which borrows from the next number."""
     module = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch", reason="pip install gptqmodel")
     model = pytest.importorskip("gptqmodel.utils.model", reason="pip install gptqmodel")
     settings = dict(GPTQ[case])
@@ -190,7 +190,7 @@ def test_gptq_as_gptqmodel(case: str) -> None:
 @pytest.mark.parametrize(("module", "plus_one"), [("qlinear_torch", False), ("qlinear_torch_zp", True)])
 @pytest.mark.parametrize("bits", [4, 2, 8, 3])
 def test_gptq_as_auto_round(module: str, plus_one: bool, bits: int) -> None:
-    """auto-round's own packing has zero points as they are, its GPTQ less 1, never the largest."""
+    """auto-round's own packing stores zero points unchanged; its GPTQ stores them minus 1, and never the largest."""
     layers = pytest.importorskip(f"auto_round_extension.torch.{module}", reason="pip install auto-round")
     zeros = words(4, bits)
     if plus_one:
@@ -204,7 +204,7 @@ def test_gptq_as_auto_round(module: str, plus_one: bool, bits: int) -> None:
     assert same(decoded("GPTQ", parts, Numbers(bits=(bits,), zero_plus_one=plus_one)), theirs.T)
 
 
-# --- by hand, without a library ---------------------------------------------------------------------------------------
+# --- examples by hand -------------------------------------------------------------------------------------------------
 
 
 def test_numbers_follow_each_other_in_a_word_the_lowest_first() -> None:
@@ -219,7 +219,7 @@ BY_HAND: dict[str, tuple[Tensors, Numbers, Loop]] = {}
 
 
 def by_hand(name: str, parts: Tensors, numbers: Numbers) -> Callable[[Loop], Loop]:
-    """A weight of 8 rows and 16 columns whose number at a row and column the function computes."""
+    """Return a check of a weight of 8 rows and 16 columns against a function of row and column."""
 
     def keep(loop: Loop) -> Loop:
         BY_HAND[name] = parts, numbers, loop

@@ -1,4 +1,4 @@
-"""Folders that llm-compressor and transformers make on a CPU: no finding, and they convert."""
+"""Folders that llm-compressor and transformers create on a CPU: no findings, and they convert."""
 
 from pathlib import Path
 

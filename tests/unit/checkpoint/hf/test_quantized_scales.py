@@ -1,7 +1,7 @@
-"""Scales in every type: read as the numbers that they stand for, or refused by name.
+"""Scales in every dtype: read as the numbers they represent, or rejected by name.
 
-Each form is made of random codes and scales, whose product is known. A byte as a scale is E8M0, 2 ** (byte - 127): as a
-number it would make weights 500 times too large.
+Each format is built from random codes and scales, whose product is known. A byte scale is E8M0, 2 ** (byte - 127): read
+as an integer, it would make weights 500 times too large.
 """
 
 import json
@@ -30,13 +30,13 @@ E4M3, E8M0, BYTE = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 TRUNK = "model.layers.1.self_attn.q_proj."
 Made = tuple[Tensors, Tensor]
-"""The parts of a weight by the ends of their names, and the weight."""
+"""A weight's parts by name suffix, and the weight."""
 Encode = Callable[[int, int], Made]
 Parts = dict[str, Tensor]
 
 
 def powers(*shape: int) -> Tensor:
-    """Powers of two from 1/64 to 1/8."""
+    """Return powers of two from 1/64 to 1/8."""
     return torch.exp2(torch.randint(-6, -2, shape).float())
 
 
@@ -45,7 +45,7 @@ def stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def spread(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """The scale of every number."""
+    """Return the scale of every number."""
     high, wide = rows // scale.size(0), columns // scale.size(1)
     return scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)
 
@@ -89,7 +89,7 @@ def fp4(group: int, dtype: torch.dtype, numbers: str, scales: str, **whole: Tens
 
 
 def in_words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """Numbers of 4 bits [.., 8 n] in words [.., n]; the number j of a word at the place order[j]."""
+    """Pack 4-bit numbers [.., 8 n] into words [.., n]; number j of a word goes to place order[j]."""
     places = 16 ** torch.tensor(order, dtype=torch.int64)
     words = (codes.long().unflatten(-1, (-1, 8)) * places).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
@@ -111,7 +111,7 @@ def int8(flat: bool) -> Encode:
 
 
 def of_columns(awq: bool) -> Encode:
-    """AWQ and GPTQ, whose words follow the columns of a row, or the rows of a column."""
+    """AWQ packs along the columns of a row, GPTQ along the rows of a column."""
 
     def encode(rows: int, columns: int) -> Made:
         codes, zeros = torch.randint(0, 16, (columns, rows)), torch.randint(1, 16, (columns // 16, rows))
@@ -198,7 +198,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def folder_of(case: Case, plain: Path, target: Path) -> tuple[Path, Tensors]:
-    """A folder in the form of a case, and its weights."""
+    """Create a folder in the format of a case, and return its weights."""
     torch.manual_seed(7)
     truth: Tensors = {}
 
@@ -242,7 +242,7 @@ Change = Callable[[Parts], Parts]
 
 
 def typed(part: str, dtype: torch.dtype) -> Change:
-    """The same bits in an integer type, the same number in another."""
+    """Keep the bits for integer dtypes, and the number for others."""
     return lambda parts: {part: parts[part].float().to(dtype)}
 
 
@@ -255,7 +255,7 @@ def filled(part: str, value: int) -> Change:
 
 
 def four_in_a_word(parts: Parts) -> Parts:
-    """As kernels keep E8M0 scales in memory: four columns in an int32."""
+    """Pack four columns into an int32, as kernels keep E8M0 scales in memory."""
     scale = parts["weight_scale_inv"]
     padded = torch.nn.functional.pad(scale, (0, -scale.size(1) % 4))
     return {"weight_scale_inv": padded.contiguous().view(torch.int32)}
@@ -317,7 +317,7 @@ FOUND_FIRST = (
 
 @pytest.mark.parametrize("name", tiered([*DAMAGED], FOUND_FIRST))
 def test_a_scale_of_another_type_is_found_and_refused(name: str, plain: Path, tmp_path: Path) -> None:
-    """The one finding; the layers and depths are described all the same, and nothing is converted."""
+    """It is the only finding; layers and MTP layers are still described, and nothing is converted."""
     base, change, says = DAMAGED[name]
     folder, _ = folder_of(CASES[base], plain, tmp_path / "hf")
     held = read(folder)

@@ -1,4 +1,4 @@
-"""Maps by examples that a person can check, and that every inverse is one."""
+"""Maps on examples that can be checked by hand, and that every inverse is exact."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Families without depths of their own: round trips of two sizes, Megatron's logits, faults that logits show, keys."""
+"""Families without MTP layers: round trips of two sizes, Megatron's logits, faults that logits show, keys."""
 
 import json
 import re
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("forked_python")
 
 
 class Converted:
-    """A folder of every model, its checkpoint, and what that gives back, each made when it is first asked for."""
+    """A folder of every model, its checkpoint, and its export, each created on first use."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -69,13 +69,13 @@ FIRST = {"gpt_oss", *[*TRUNKS][::2]}
 
 @pytest.fixture(scope="module")
 def judged(converted: Converted, pytestconfig: pytest.Config) -> dict[str, Logits]:
-    """Transformers' logits of the models that Megatron runs: one process computes all."""
+    """Return transformers' logits of the models that Megatron runs, all from one process."""
     names = [name for name in TRUNKS if name in FIRST or pytestconfig.getoption("--all")]
     return dict(zip(names, all_reference_logits([converted.folder(name) for name in names], PROMPT), strict=True))
 
 
 def given_back(mcore: Path, back: Path) -> Path:
-    """A checkpoint as a folder of Hugging Face."""
+    """Export a checkpoint as a Hugging Face folder."""
     form = kept_form(mcore)
     assert form is not None
     mcore_to_hf(mcore, back, Options(quiet=True, shard_bytes=100_000), form)
@@ -107,11 +107,11 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 Fault = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-"""The weights of a model, by name, that come out wrong: what they should have been."""
+"""From the weights of a model by name, those that the fault makes wrong: what they should have been."""
 
 
 def moved(ends: tuple[str, ...], dim: int) -> Fault:
-    """Rows or columns moved on by one."""
+    """Shift rows or columns by one."""
 
     def plant(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: weight.roll(1, dim) for name, weight in weights.items() if name.endswith(ends)}
@@ -139,7 +139,7 @@ FAULTS: dict[str, Fault] = {
     "a norm's sign": norm_negated,
     "layers exchanged": layers_exchanged,
 }
-"""Faults that a round trip cannot see, since it would undo them."""
+"""Faults that a round trip cannot show, because it undoes them."""
 
 
 @pytest.mark.usefixtures("megatron")
@@ -166,7 +166,7 @@ def differing(theirs: Logits, model: Any) -> list[str]:
 
 
 def rolled(ends: tuple[str, ...], dim: int) -> Callable[[Rule], Rule]:
-    """The last part of a rule with its rows or columns moved on by one."""
+    """Shift rows or columns of a rule's last part by one."""
 
     def plant(rule: Rule) -> Rule:
         wrong = rule.mcore and rule.mcore[-1].key.endswith(ends)
@@ -176,7 +176,7 @@ def rolled(ends: tuple[str, ...], dim: int) -> Callable[[Rule], Rule]:
 
 
 class Rolled:
-    """The rows or columns of a weight moved on by one."""
+    """Shift rows or columns of a weight by one."""
 
     what = "rolled"
 
@@ -200,7 +200,7 @@ def plant_in_rules(plant: Callable[[Rule], Rule], monkeypatch: pytest.MonkeyPatc
 
 
 def in_halves(rule: Rule) -> Rule:
-    """Gate and up taken for halves, as other families have them."""
+    """Read gate and up as halves, as in other families."""
     wrong = rule.mcore and rule.mcore[0].key.endswith("experts.linear_fc1.weight")
     return replace(rule, map=Transposed()) if wrong else rule
 
@@ -225,7 +225,7 @@ def test_a_fault_in_the_rules_of_what_gpt_oss_alone_has_is_seen(
 
 
 RUN = [name for name in LEFT if name != "nemotron_h_puzzle"]
-"""Those of which transformers has the class."""
+"""Models that transformers has a class for."""
 
 
 @pytest.mark.matrix
@@ -241,7 +241,7 @@ Spoil = Callable[[Path], None]
 
 
 def changed(part: str, change: Callable[[Tensor], Tensor]) -> Spoil:
-    """A change of the first matrix in whose name this stands."""
+    """Change the first matrix whose name contains this part."""
 
     def spoil(folder: Path) -> None:
         tensors = read(folder)
@@ -280,7 +280,7 @@ SPOILT: dict[str, Spoil] = {
 
 
 def faults(folder: Path, checkpoint: Path) -> list[str]:
-    """The checks that fail, or the sentence in which the folder is refused before them."""
+    """Return the failed checks, or the message if the folder is rejected before."""
     try:
         return [check.name for check in verify(folder, checkpoint) if check.made and not check.ok]
     except ValueError as error:
@@ -313,7 +313,7 @@ PROMPT_IDS, LENGTH = [5, 17, 44, 3, 60, 22, 9], 12
 
 
 def greedy(folder: Path) -> list[int]:
-    """The text by transformers, a forward for every token."""
+    """Generate greedily with transformers, one forward pass per token."""
     model, ids = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), torch.tensor([PROMPT_IDS])
     with torch.no_grad():
         for _ in range(LENGTH):
@@ -322,7 +322,7 @@ def greedy(folder: Path) -> list[int]:
 
 
 def attached(checkpoint: Path, at: Path) -> Path:
-    """The same checkpoint with two depths that repeat its last layer."""
+    """Return the same checkpoint with two MTP layers that copy its last layer."""
     assert main([*f"attach-mtp {checkpoint} {at}/attached --mtp-num-layers 2 --mtp-init last-layer".split()]) == 0
     return at / "attached"
 

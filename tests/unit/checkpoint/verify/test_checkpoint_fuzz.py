@@ -1,4 +1,4 @@
-"""Whatever bytes a header and whatever values a config hold: an answer or a ValueError, and soon."""
+"""Any bytes in a header and any values in a config give a result or a ValueError, quickly."""
 
 import json
 from contextlib import suppress
@@ -40,7 +40,7 @@ SLOW = (HealthCheck.function_scoped_fixture, HealthCheck.too_slow)
 def test_any_config_is_read_or_refused(name: str, changes: dict[str, Any], depths: int) -> None:
     model = MODELS[name]
     keys = {**SIZES, **model.config, "model_type": model.model_type, **model.keys, **changes}
-    with suppress(ValueError):  # UntrainableError is one
+    with suppress(ValueError):  # including UntrainableError
         config = HFConfig.from_keys(keys)
         family = family_of(config)
         stored = family.depths

@@ -1,7 +1,7 @@
-"""No command line, config or damaged file ends a verb with a traceback, a signal, or a wrong zero.
+"""No command line, config or damaged file ends a verb with a traceback, a signal, or a wrong exit status 0.
 
     .venv/bin/python -m pytest -n 0 FILE             a sample of every verb
-    .venv/bin/python -m pytest --all -n 0 FILE       and more of those that once failed
+    .venv/bin/python -m pytest --all -n 0 FILE       more of those that once failed
     FUZZ=all .venv/bin/python -m pytest -n 0 FILE    every case: half an hour on one core
 
 FUZZ_SEED=N draws another sample.
@@ -18,13 +18,13 @@ from fuzz_cases import ASSETS, every_case
 from fuzzing import Case, Cases, Ended, faults
 
 FIRST = {True: 2, False: 1}
-"""Cases of every verb in the first tier, of those that once failed and of the others."""
+"""Cases per verb in the first tier, for those that once failed and for the others."""
 MATRIX = {True: 12, False: 2}
 """The same with --all."""
 
 
 def sample(cases: list[Case], counts: dict[bool, int]) -> list[Case]:
-    """So many of every verb, with FUZZ_SEED's luck; what is drawn for more begins with what is drawn for fewer."""
+    """Draw so many cases of every verb, by FUZZ_SEED; larger samples contain smaller ones."""
     groups: dict[tuple[str, bool], list[Case]] = {}
     for case in cases:
         groups.setdefault((case.line.partition(" ")[0], case.failed), []).append(case)
@@ -35,7 +35,7 @@ def sample(cases: list[Case], counts: dict[bool, int]) -> list[Case]:
 
 
 def chosen() -> list[Case | ParameterSet]:
-    """What this run is to try."""
+    """Return the cases of this run."""
     cases = every_case()
     if os.environ.get("FUZZ") == "all":
         return list(cases)
@@ -46,7 +46,7 @@ def chosen() -> list[Case | ParameterSet]:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    """With a corpus, checkpoints and a run that the cases start from."""
+    """Create the corpus, checkpoints and run that the cases start from."""
     made = Cases(tmp_path_factory.mktemp("fuzz"))
     for case in ASSETS:
         ended = made.run(case)
@@ -85,7 +85,7 @@ def test_the_harness_sees_planted_ends(ended: Ended, found: list[str], tmp_path:
 
 
 def test_the_harness_sees_what_a_child_does(cases: Cases) -> None:
-    """A refusal where the case says that none may be, and the other way around."""
+    """It reports an unexpected error, and an expected one that is missing."""
     refused, done = Case("report nowhere"), Case("report run")
     assert faults(replace(refused, bad=False), cases.run(refused)) == ["refused"]
     assert faults(done, cases.run(done)) == ["wrong zero"]

@@ -1,7 +1,7 @@
-"""Drafting's logits, through its cache, are those of training's forward and of transformers, or the model is refused.
+"""Drafting logits with the cache match the training forward pass and transformers, or the model is rejected.
 
-Random models of every kind and rotary scaling, with prompts beyond the positions from which the scaling shows. A dozen
-run by default; RANDOM_MODELS=88 in the environment runs the first 88, each kind with every scaling.
+Random models of every kind and rotary scaling, with prompts long enough for the scaling to matter. A dozen run by
+default; RANDOM_MODELS=88 in the environment runs the first 88, each kind with every scaling.
 """
 
 import os
@@ -25,9 +25,9 @@ from megatron_mtp.decoding.load import load_checkpoint
 QUIET = Options(quiet=True, workers=1)
 SEEDS = range(int(os.environ["RANDOM_MODELS"])) if "RANDOM_MODELS" in os.environ else (4, *range(0, 84, 14))
 FIRST = SEEDS if "RANDOM_MODELS" in os.environ else (4, 0, 42)
-"""4 has Kimi-K2's rotary settings."""
+"""Seeds of the first tier; 4 has Kimi-K2's rotary settings."""
 TOLERANCE = 1e-4
-"""Of the largest logit, or of 1."""
+"""Relative to the largest logit, or to 1."""
 
 
 @pytest.mark.usefixtures("megatron")
@@ -50,7 +50,7 @@ def test_a_random_model_is_drafted_as_transformers_runs_it_or_refused(seed: int,
 
 
 def check_refused(folder: Path, mcore: Path, reason: str) -> None:
-    """Both where the model is converted and where it is drafted with."""
+    """Check that conversion and drafting both reject the model."""
     flags, why = flags_of(HFModel.read(folder))
     assert flags is None
     assert why is not None

@@ -1,6 +1,6 @@
-"""Our logits against transformers', for every family; planted faults are seen.
+"""Our logits match transformers' for every family, and planted faults are caught.
 
-One process of transformers computes all references.
+One transformers process computes all references.
 """
 
 import json
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("forked_python")
 
 ALL = {**PLAIN, **TRAINED}
 CARRIED = {"exaone_moe": 1, "ernie4_5_moe": 3, "mimo_v2_flash": 3, "longcat_flash": 1, "step3p7": 3, "glm_ocr": 3}
-"""Families whose layers are carried, and the depths of the folder."""
+"""Families whose layers are passed through, and the number of MTP layers in the folder."""
 AllJudged = dict[tuple[str, bool], Judged]
 
 
@@ -56,7 +56,7 @@ FIRST = [
     "sarvam_mla",
 ]
 BIGRAMS = [name for name in FIRST if name in TRAINED][::2]
-"""Of the first tier: families, and those whose bigram model is tried."""
+"""Families in the first tier whose bigram model is tested."""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_every_draft_of_the_bigram_model_is_accepted(name: str, judged: AllJudge
     logits, theirs = our_logits(judged[name, True], tmp_path / "mcore"), judged[name, True].logits
     numbers = range(1, TRAINED[name] + 1)
     assert [acceptance(theirs, depth) for depth in numbers] == [1.0] * len(numbers)
-    slots = theirs["depth 1"].size(0) - len(numbers)  # later ones lack the tokens that their depths add
+    slots = theirs["depth 1"].size(0) - len(numbers)  # later slots lack the tokens that their depths need
     ours = {key: value if key == "trunk" else value[:slots] for key, value in logits.items()}
     assert [acceptance(ours, depth) for depth in numbers] == [1.0] * len(numbers)
 
@@ -99,7 +99,7 @@ def halves_swapped(rule: Rule, name: str) -> Rule:
 
 
 class WithoutNorm(Same):
-    """A norm's weight that multiplies by 1."""
+    """Multiply by 1 instead of a norm's weight."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -140,19 +140,19 @@ FAULTS: dict[str, tuple[Plant, int]] = {
     "depth off by one": (depth_off_by_one, 1),
     "gate and up exchanged": (gate_and_up_exchanged, 1),
 }
-"""A fault in the rules themselves, which a round trip cannot see, and the first depth whose logits show it."""
+"""Faults in the rules themselves, which a round trip cannot show, and the first depth whose logits show it."""
 VARIANTS = (
     *("kimi_k2", "glm4_moe-lean", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h-latent", "sarvam_moe", "sarvam_mla"),
     *("glm4v_moe", "intern_s2_preview", "nemotron_h_omni", "nemo_speechlm"),
 )
-"""Of a family whose other folder is tried with every fault."""
+"""Variants of a family whose other folder is tested with every fault."""
 PLANTED = [
     (name, fault)
     for name in TRAINED
     for fault in FAULTS
     if name not in VARIANTS
     and (fault != "depth off by one" or TRAINED[name] > 1)
-    and (fault != "gate and up exchanged" or not name.startswith("nemotron_h"))  # no such MLP
+    and (fault != "gate and up exchanged" or not name.startswith("nemotron_h"))  # it has no such MLP
 ]
 
 
@@ -218,7 +218,7 @@ def test_other_weights_are_seen(tmp_path: Path, judged: AllJudged) -> None:
 
 
 def test_a_norm_that_is_stored_twice_is_proved_in_both_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An export gives back the original beside w - 1, which Megatron computes with: the way there alone shows it."""
+    """An export returns the original stored next to w - 1, which Megatron uses: only the import shows the fault."""
     folder, key = make(tmp_path / "hf", "qwen3_next", 1), "decoder.layers.0.self_attention.out_norm.weight"
     hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     original = DistReader.read
@@ -233,7 +233,7 @@ def test_a_norm_that_is_stored_twice_is_proved_in_both_forms(tmp_path: Path, mon
 def test_logits_may_differ_by_a_few_times_what_the_last_bit_moves(
     moved: float, expected: list[str], tmp_path: Path, judged: AllJudged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of models without states: SmolLM2-135M enlarges rounding at single positions."""
+    """For models without states too: SmolLM2-135M amplifies rounding at single positions."""
     folder = judged["llama", False].folder
     hf_to_mcore(folder, tmp_path / "mcore", QUIET)
 
@@ -282,7 +282,7 @@ def test_what_was_not_compared_has_a_status_of_its_own(
 def test_depths_that_no_reference_describes_are_not_compared(
     tmp_path: Path, judged: AllJudged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers then runs the trunk alone, which says nothing about the depths."""
+    """transformers then only runs the trunk, which shows nothing about the MTP layers."""
     folder = judged["glm4_moe", False].folder
     hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     trunk = {"trunk": judged["glm4_moe", False].logits["trunk"]}
@@ -294,7 +294,7 @@ def test_depths_that_no_reference_describes_are_not_compared(
 
 
 def test_experts_of_a_depth_may_stand_apart_or_in_two_tensors(tmp_path: Path) -> None:
-    """transformers loads a depth of the whole Qwen3.5 with stacked experts alone."""
+    """transformers loads an MTP layer of the whole Qwen3.5 only with stacked experts."""
     model = replace(MODELS["intern_s2_preview"], keys={}, named=lambda tensors: tensors)
     folder = make(tmp_path / "hf", model, 1)
     tensors, part = read(folder), "mtp.layers.0.mlp.experts."
@@ -313,9 +313,9 @@ def test_experts_of_a_depth_may_stand_apart_or_in_two_tensors(tmp_path: Path) ->
     ("ours", "theirs", "ok"),
     [
         ([1.0, 2.0], [1.0, 2.0], True),
-        ([0.0, 64.0], [0.5, 64.0], True),  # 0.5 of 64 is the tolerance here
+        ([0.0, 64.0], [0.5, 64.0], True),  # the tolerance is 0.5 at 64
         ([0.0, 64.0], [0.5625, 64.0], False),
-        ([0.0, 0.25], [0.0078125, 0.25], True),  # of numbers below 1, a part of 1
+        ([0.0, 0.25], [0.0078125, 0.25], True),  # below 1, relative to 1
         ([0.0, 0.25], [0.015625, 0.25], False),
         ([1.0, float("nan")], [1.0, 2.0], False),
         ([1.0, float("nan")], [1.0, float("nan")], False),

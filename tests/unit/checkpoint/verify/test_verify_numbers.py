@@ -1,7 +1,7 @@
-"""Numbers in a `config.json`: each that changes a logit of transformers by 1e-3 is seen by `verify`, one by one.
+"""Numbers in a `config.json`: `verify` catches each one that changes a transformers logit by 1e-3.
 
-The checkpoint stays as it was converted; the folder's config has one number changed. transformers says, on a prompt of
-its own, whether that number matters.
+The checkpoint stays as converted; one number in the folder's config changes. transformers determines, on its own
+prompt, whether that number matters.
 """
 
 import json
@@ -36,17 +36,17 @@ MODELS: dict[str, tuple[int, dict[str, Any], set[str]]] = {
     "qwen3_next": (1, {}, {"rope_theta", "partial_rotary_factor", "rms_norm_eps"}),
     "nemotron_h": (1, {}, {"routed_scaling_factor"}),
 }
-"""Depths, changes to the rotary settings, and numbers that the logits of `verify` must show."""
+"""Number of MTP layers, changes to the rotary settings, and numbers that `verify`'s logits must show."""
 LONG = Prompt(
     torch.randint(0, 96, (1, 160), generator=torch.Generator().manual_seed(5)),
     torch.cat([torch.arange(144), 144 * 2 ** torch.arange(1, 17) // 2]),
     144,
 )
-"""transformers' own prompt: long, with far positions."""
+"""The prompt for transformers: long, with distant positions."""
 
 
 def numbers(keys: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every number of a config, changed alone, by its name."""
+    """Yield the config with each number changed alone, by name."""
     for name, value in keys.items():
         if isinstance(value, dict):
             yield from ((inner, {**keys, name: changed}) for inner, changed in numbers(value))
@@ -63,26 +63,26 @@ def other(value: float) -> float:
 
 
 def logits_of(folder: Path, prompt: Prompt) -> Tensor | None:
-    """Of trunk and depths; None where transformers refuses the folder."""
+    """Return logits of trunk and MTP layers; None if transformers rejects the folder."""
     try:
         with torch.no_grad():
             found = all_logits(folder, prompt.tokens_BS, prompt.positions_S)
-    except Exception:  # whatever transformers raises of a config that contradicts its tensors
+    except Exception:  # transformers raises any type for a config that contradicts its tensors
         return None
     return torch.cat([value for name, value in found.items()])
 
 
 def failed(folder: Path, mcore: Path) -> set[str]:
-    """What shows that the two differ: `settings`, `trunk` or `depth`; `refused` where one of the two is not read."""
+    """Return what shows the difference: `settings`, `trunk` or `depth`; `refused` if one of the two cannot be read."""
     try:
         return {check.name.split()[0] for check in verify(folder, mcore) if check.made and not check.ok}
-    except Exception:  # of ours or of transformers
+    except Exception:  # ours or transformers'
         return {"refused"}
 
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers runs here, and Megatron once, since the checkpoint does not change: a process would take seconds."""
+    """Run transformers in this process, and Megatron once, since the checkpoint is fixed; a process takes seconds."""
 
     def here(folders: list[Path], prompt: Prompt, with_depths: bool = True) -> list[dict[str, Tensor]]:
         with torch.no_grad():

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.decoding.block_tables import BlockTables, Places, read_rows
-from megatron_mtp.model.attention import causal_mask, in_window
+from megatron_mtp.model.masks import causal_mask, in_window
 
 CHUNK = 512
 """Rows of a prompt that run through a model at once."""

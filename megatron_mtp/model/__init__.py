@@ -32,7 +32,8 @@ stage_output.py      what the last pipeline stage passes to the losses
 initialize.py        MTP layers that a checkpoint lacks: random, or a copy of the trunk's last layer (--mtp-init);
                      random weights are the same under every layout and in every tool
 rope.py              rotary modules at any positions
-attention.py         attention for machines without TE: causal mask, SP, CP, packed sequences, windows, sinks
+masks.py             which keys a query may attend to, for queries at any positions
+attention.py         attention for machines without TE: SP, CP, packed sequences, windows, sinks
 ring.py              attention to keys that go around the context-parallel ranks, for drafters of long sequences
 latent_attention.py  MLA without a norm of uncompressed queries, and without TE
 shared_keys.py       passes of a repeated layer that attend to pass 1's keys, with or without a chain of their own

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from megatron_mtp.data.batch import positions_of_ranks, to_device
+from megatron_mtp.model.masks import causal_mask, in_window
 from megatron_mtp.model.packed_rows import bounds_of
 
 if TYPE_CHECKING:
@@ -38,22 +39,6 @@ if TYPE_CHECKING:
 RING_FROM = 2**14
 """Positions of whole sequences from which keys go around the context-parallel ranks. Shorter ones are gathered: that
 needs little memory, and one product is quicker than many tiles."""
-
-
-def causal_mask(positions: Tensor, keys: int) -> Tensor:
-    """Return a mask [..., S, keys] that is True where attention is not allowed: at keys after the query's position.
-
-    Args:
-        positions: positions of the queries [..., S]; like those of keys, they start at 0.
-    """
-    return torch.arange(keys, device=positions.device) > positions.unsqueeze(-1)
-
-
-def in_window(ahead: Tensor, window: tuple[int, int]) -> Tensor:
-    """Return whether keys are in the windows of queries, given how many positions they are ahead; -1 means no limit."""
-    before, after = window
-    inside = ahead >= -before if before >= 0 else torch.ones_like(ahead, dtype=torch.bool)
-    return inside if after < 0 else inside & (ahead <= after)
 
 
 class PortableAttention(torch.nn.Module):

@@ -41,9 +41,10 @@ from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
 from megatron_mtp.data.batch import DepthBatch, positions_of_ranks, to_device
 from megatron_mtp.megatron.layer_config import layer_config
-from megatron_mtp.model.attention import PortableAttention, SinkAttention, in_window, with_sink
+from megatron_mtp.model.attention import PortableAttention, SinkAttention, with_sink
 from megatron_mtp.model.drafter import DrafterBlock, DrafterLayer, layer_spec
 from megatron_mtp.model.head import Head
+from megatron_mtp.model.masks import in_window
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.packed_rows import bounds_of, offsets_of

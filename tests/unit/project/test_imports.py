@@ -77,12 +77,12 @@ WITHOUT_MEGATRON = [
 MOST_IMPORTED = {
     "losses.linear_cross_entropy": (11, 1_700),
     "losses.objective": (16, 2_400),
-    "attach": (35, 5_900),
-    "training.forward_step": (30, 4_900),
+    "attach": (35, 5_950),
+    "training.forward_step": (30, 4_950),
     "training.run": (68, 10_920),
-    "checkpoint.convert.import_hf": (51, 7_700),
-    "decoding.engine": (48, 8_450),
-    "server.async_engine": (32, 5_450),
+    "checkpoint.convert.import_hf": (51, 7_750),
+    "decoding.engine": (49, 8_600),
+    "server.async_engine": (30, 4_850),
 }
 """How many files of the package, and lines, each module's import may load. Lower a number when it falls."""
 

@@ -40,7 +40,7 @@ from benchmarks.harness import Found, Goal, Table, count, main
 from benchmarks.verbs import VerbError, run
 from megatron_mtp.common.acceptance import EXPECTED_LENGTH
 from megatron_mtp.common.files import remove, written_beside
-from megatron_mtp.training.run_files import read_rows
+from megatron_mtp.training.read_runs import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = (

@@ -24,7 +24,7 @@ from benchmarks.recipes import DEVIATIONS, DRAFTS, SAME_RATES, SHARED, TRUNKS, e
 from benchmarks.verbs import run
 from megatron_mtp.common.acceptance import EXPECTED_LENGTH
 from megatron_mtp.common.files import remove
-from megatron_mtp.training.run_files import read_rows
+from megatron_mtp.training.read_runs import read_rows
 
 CONTEXT = 256
 SIZES = ["--seq-length", CONTEXT, "--micro-batch-size", 4, "--global-batch-size", 4]

@@ -10,7 +10,7 @@ without --tokens the numbers of tokens are multiples of H.
 
 The marginal memory of an MTP layer is the peak of torch's allocations in a training step with one, minus that in a step
 without. Models, batches and steps are those of sides.py, and the first steps must agree, as for train_step.py. In a
-step, activations and the embedding's gradient hide part of the loss's memory: loss_alone.py measures the loss separately.
+step, activations and the embedding's gradient hide part of the loss's memory: loss_alone.py measures it separately.
 """
 
 import gc

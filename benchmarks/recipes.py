@@ -35,7 +35,7 @@ from benchmarks.head_life import Trunk, make_texts
 from benchmarks.verbs import VerbError, run
 from megatron_mtp.common.acceptance import EXPECTED_LENGTH, AcceptanceStats, gain_of
 from megatron_mtp.common.files import remove, written_beside
-from megatron_mtp.training.run_files import read_documents, read_rows
+from megatron_mtp.training.read_runs import read_documents, read_rows
 
 DRAFTS = 3
 MTP = f"--mtp-num-layers 1 --mtp-use-repeated-layer --mtp-unroll {DRAFTS} --mtp-init last-layer --mtp-train-only "

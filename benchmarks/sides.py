@@ -44,7 +44,8 @@ from torch import Tensor
 
 from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.model.arguments import MTPGPTModelConfig, config_of
-from megatron_mtp.model.specs import having, with_portable_modules
+from megatron_mtp.model.specs import with_portable_modules
+from megatron_mtp.model.swapped import having
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training.arguments import mtp_config_from_args, parse_checked_args, set_machine_flags
 from megatron_mtp.training.forward_step import ForwardStep

@@ -23,7 +23,7 @@ from benchmarks.harness import Found, Goal, Table, count, main
 from benchmarks.recipes import SAME_RATES, SHARED, TRUNK_FLAG, Bench, recipe_flags
 from benchmarks.verbs import run
 from megatron_mtp.common.files import remove
-from megatron_mtp.training.run_files import read_rows
+from megatron_mtp.training.read_runs import read_rows
 
 HEADS = ("kd", "eagle3", "dspark")
 GOAL = 0.2

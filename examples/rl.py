@@ -68,8 +68,8 @@ from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.update_weights import update_weights
 from megatron_mtp.megatron.checkpoint.reader import DistReader
 from megatron_mtp.megatron.runtime import prepare
-from megatron_mtp.model.arguments import completed
 from megatron_mtp.model.specs import with_portable_modules
+from megatron_mtp.model.stored_arguments import completed
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training.parameter_group import get_mtp_optimizer
 

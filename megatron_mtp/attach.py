@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_mtp.data.batch import DepthBatch, to_device
-from megatron_mtp.losses.mtp_loss import (
+from megatron_mtp.losses.stage_loss import (
     HALFWAY,
     Batch,
     MTPLoss,
@@ -62,7 +62,8 @@ from megatron_mtp.model.stock import (
 )
 from megatron_mtp.model.trunk_output import AttentionInputs, is_detached
 from megatron_mtp.spec.attached import MTP, POLICY, Head, heads_of_settings, mtp_among, refusals
-from megatron_mtp.spec.config import MTPConfig, is_head
+from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.head import is_head
 
 TOKENS, LABELS = "tokens", "labels"
 """What the loss mask of a forward without labels refers to."""

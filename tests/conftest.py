@@ -5,6 +5,7 @@ the same faults (`plant_faults.py`).
 """
 
 import gc
+import os
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -15,21 +16,29 @@ from put_back import put_back
 from quicker import collect_new_objects_alone
 
 LONGEST = """
-    layouts verify drafting drafter_commands graphs types serve engine triton_chunk graft drafting_methods
-    document_commands attached_layouts stacks benchmarks hybrid_drafting trunk_families verifiers generate loading
-    quantized_export wrapped commands killed_training killed_conversion features migrated_training extensions_away
-    precision conversion faults resume linear_cross_entropy migration serving weight_updates weight_gradient
-    verify_numbers trunk_only
+    layouts attached_layouts verify drafting drafter_commands live_drafts state_cache ring_ranks graphs types serve
+    engine triton_chunk graft gpu_check prove convert_tool drafting_methods document_commands serving_life
+    audit_drafters stacks benchmarks hybrid_drafting trunk_families verifiers generate loading quantized_export
+    wrapped commands killed_training killed_conversion features migrated_training extensions_away precision conversion
+    faults resume linear_cross_entropy migration serving weight_updates weight_gradient verify_numbers trunk_only
 """.split()
 """The slowest test files, by their names after `test_`. They run first: a slow file at the end would keep a single
 worker busy.
 """
+
+MOST_WORKERS = 8
+"""Each takes up to 2 GB of memory."""
 
 LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the cases marked `matrix` as well")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Start one worker more than there are cores: a third of the time, a worker waits for a process that it started."""
+    return min((os.cpu_count() or 1) + 1, MOST_WORKERS)
 
 
 @pytest.hookimpl(tryfirst=True)

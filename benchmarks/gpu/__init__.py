@@ -57,7 +57,7 @@ class Part:
 
     def missing(self, on_cpu: bool) -> str | None:
         """Return why it cannot run in this process; None if it can."""
-        from megatron_mtp.megatron.runtime import why_not
+        from megatron_mtp.megatron.machine import why_not
 
         if on_cpu and self.only_cuda:
             return "needs a CUDA device"

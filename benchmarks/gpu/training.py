@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks.gpu.lines import CPU
 from benchmarks.gpu.part import ROOT, Command, Setting
 from benchmarks.harness import Found, Goal, Table
-from megatron_mtp.megatron.runtime import transformer_engine_works
+from megatron_mtp.megatron.machine import transformer_engine_works
 
 TRAINED = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "

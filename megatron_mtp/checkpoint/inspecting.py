@@ -1,5 +1,7 @@
 """Contents of a Hugging Face folder or a Megatron checkpoint, from names and shapes; only copies are read."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,11 @@ from megatron_mtp.checkpoint.convert.import_hf import flags_of, origin
 from megatron_mtp.checkpoint.convert.plan import HFModel, name_lines, name_rows
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import check_kind, drafter_kind
+from megatron_mtp.common.files import default_workers
 from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY
+from megatron_mtp.megatron.checkpoint.catalogue import check_entry, read_catalogue
 from megatron_mtp.megatron.checkpoint.iterations import iteration_folder
-from megatron_mtp.megatron.checkpoint.reader import (
-    DistReader,
-    StoredDepths,
-    check_entries,
-)
+from megatron_mtp.megatron.checkpoint.reader import DistReader, StoredDepths, check_files
 
 
 def inspect(folder: Path, check: bool = False) -> dict[str, Any]:
@@ -118,3 +118,40 @@ def _megatron(folder: Path) -> dict[str, Any]:
 
 def _names(dtypes: set[torch.dtype]) -> list[str]:
     return sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def check_entries(folder: Path) -> dict[str, Any]:
+    """Compare every entry of a checkpoint with its checksum. Return counts and seconds by name.
+
+    Raises:
+        ValueError: entries differ; the message names the first one and counts the others.
+    """
+    began = time.monotonic()
+    places = {(place.relative_path, place.offset): place for place in read_catalogue(folder).storage_data.values()}
+    check_files(folder, places)
+    by_file: dict[str, list[Any]] = {}
+    for name, offset in sorted(places):
+        by_file.setdefault(name, []).append(places[name, offset])
+
+    def differing(name: str) -> list[str]:
+        errors = []
+        with open(folder / name, "rb") as stream:
+            for place in by_file[name]:
+                try:
+                    check_entry(stream, place, str(folder / name))
+                except ValueError as error:
+                    errors.append(str(error))
+        return errors
+
+    with ThreadPoolExecutor(default_workers()) as pool:
+        found = [error for errors in pool.map(differing, by_file) for error in errors]
+    if found:
+        others = f" ({len(found) - 1} other entries are damaged, too)" if len(found) > 1 else ""
+        raise ValueError(f"{found[0]}{others}")
+    summed = [place for place in places.values() if hasattr(place, "crc32")]
+    return {
+        "entries": len(places),
+        "entries with their checksum": len(summed),
+        "bytes compared": sum(place.length for place in summed),
+        "seconds": round(time.monotonic() - began, 2),
+    }

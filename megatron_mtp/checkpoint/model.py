@@ -12,9 +12,11 @@ from megatron.core.models.common.language_module.language_module import Language
 from torch import Tensor
 
 from megatron_mtp.megatron.checkpoint import other_key
-from megatron_mtp.megatron.checkpoint.reader import DistReader, check_query_norms, read_errors, stored_draft_vocabulary
-from megatron_mtp.model.arguments import alone, check_trainable, completed, config_of
+from megatron_mtp.megatron.checkpoint.damage import read_errors
+from megatron_mtp.megatron.checkpoint.reader import DistReader, check_query_norms, stored_draft_vocabulary
+from megatron_mtp.model.arguments import check_trainable, config_of
 from megatron_mtp.model.build import build, join_world
+from megatron_mtp.model.stored_arguments import alone, completed
 
 
 def load_model(folder: Path) -> LanguageModule:

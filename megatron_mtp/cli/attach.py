@@ -19,7 +19,8 @@ from megatron_mtp.cli.attach_settings import AttachSettings, offered_losses, wor
 from megatron_mtp.cli.attach_steps import STEPS, Step, family_of
 from megatron_mtp.cli.attach_training import PASSES
 from megatron_mtp.cli.verbs import PROGRAM, module_of
-from megatron_mtp.common.errors import INTERRUPTED, Parser, named, sentences
+from megatron_mtp.common.command import named
+from megatron_mtp.common.errors import INTERRUPTED, Parser, sentences
 from megatron_mtp.megatron.runtime import quieten
 from megatron_mtp.spec.kinds import DRAFTERS, fitted_kind
 from megatron_mtp.training.recipe import names

@@ -9,8 +9,9 @@ from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.cli.attach_probe import candidates
 from megatron_mtp.cli.attach_settings import SET_BY_ATTACH, AttachSettings, names_of, offered_losses, words_of_launch
 from megatron_mtp.cli.attach_training import is_chat_file
-from megatron_mtp.common.errors import Parser, check_counts, did_you_mean
-from megatron_mtp.common.files import check_outside
+from megatron_mtp.common.command import check_counts
+from megatron_mtp.common.errors import Parser, did_you_mean
+from megatron_mtp.common.outputs import check_outside
 from megatron_mtp.megatron.runtime import quieten
 from megatron_mtp.spec.config import flag_of, loss_parts, number_of
 from megatron_mtp.spec.kinds import DRAFTERS, fitted_kind

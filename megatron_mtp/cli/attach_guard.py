@@ -12,7 +12,7 @@ from megatron_mtp.cli.attach_probe import TABLE
 from megatron_mtp.cli.attach_settings import AttachSettings
 from megatron_mtp.common.acceptance import EXPECTED_LENGTH, RECORD, AcceptanceStats, BySource, gain_of, with_others
 from megatron_mtp.common.files import written_beside
-from megatron_mtp.training.run_files import read_documents
+from megatron_mtp.training.read_runs import read_documents
 
 DEVIATIONS = 2
 """Standard errors by which the expected accepted length may fall in training."""

@@ -20,7 +20,8 @@ from megatron_mtp.cli.attach_settings import AttachSettings
 from megatron_mtp.cli.attach_training import TrainingChoice, beginning, training_of
 from megatron_mtp.common.acceptance import EXPECTED_LENGTH
 from megatron_mtp.common.files import written_beside
-from megatron_mtp.training.run_files import METRICS, read_rows
+from megatron_mtp.training.read_runs import read_rows
+from megatron_mtp.training.run_files import METRICS
 
 SHARE = 0.15
 """Fraction of the training's steps that probe and regression check may take together."""

@@ -3,7 +3,7 @@
 from megatron_mtp.cli.attach_settings import names_of
 from megatron_mtp.common.errors import Parser
 from megatron_mtp.training import recipe
-from megatron_mtp.training.flags import named_flags
+from megatron_mtp.training.config_file import named_flags
 
 OF_ATTACH = {
     "lr": "learning-rate",

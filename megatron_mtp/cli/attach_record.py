@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mtp.cli.attach_settings import AttachSettings
-from megatron_mtp.common.files import is_inside, remove, written_beside
+from megatron_mtp.common.files import remove, written_beside
+from megatron_mtp.common.outputs import is_inside
 from megatron_mtp.spec.config import flag_of
 
 RECORD = "attach.json"

@@ -9,7 +9,8 @@ from argparse import Namespace
 from functools import partial
 from typing import Any
 
-from megatron_mtp.common.errors import Parser, named, status_of
+from megatron_mtp.common.command import named, status_of
+from megatron_mtp.common.errors import Parser
 
 FOUND = 1
 """Exit status if there are findings."""

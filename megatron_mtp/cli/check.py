@@ -16,8 +16,10 @@ from urllib.request import urlopen
 import numpy as np
 
 from megatron_mtp.cli.terminal import DTYPES, add_sampling_flags
-from megatron_mtp.common.acceptance import LEAST_DOCUMENTS, RECORD, AcceptanceStats, read_record, resampled
-from megatron_mtp.common.errors import Parser, check_counts, from_extra, named, status_of
+from megatron_mtp.common.acceptance import LEAST_DOCUMENTS, RECORD, AcceptanceStats, resampled
+from megatron_mtp.common.command import check_counts, from_extra, named, status_of
+from megatron_mtp.common.errors import Parser
+from megatron_mtp.common.record import read_record
 from megatron_mtp.megatron.runtime import quieten
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_mtp.cli.terminal import say_if_lossy
-from megatron_mtp.common.files import check_outside
+from megatron_mtp.common.outputs import check_outside
 from megatron_mtp.data.samples import Sample, seed_of
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.spec.kinds import DRAFTERS

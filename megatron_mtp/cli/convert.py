@@ -17,7 +17,8 @@ from megatron_mtp.checkpoint.families import FAMILIES, trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.cli.convert_plans import SHARD, options, plan_of
 from megatron_mtp.cli.convert_text import acceptances, measurable_tokens
-from megatron_mtp.common.errors import Parser, named, sentences, status_of
+from megatron_mtp.common.command import named, status_of
+from megatron_mtp.common.errors import Parser, sentences
 from megatron_mtp.common.files import default_workers
 from megatron_mtp.megatron.runtime import quieten
 from megatron_mtp.spec.kinds import DRAFTERS, fitted_kind

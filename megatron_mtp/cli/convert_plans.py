@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from megatron_mtp.checkpoint.hf.hub import local_folder
-from megatron_mtp.common.errors import check_counts
+from megatron_mtp.common.command import check_counts
 
 if TYPE_CHECKING:
     from megatron_mtp.checkpoint.convert.edit import Init

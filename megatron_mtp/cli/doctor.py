@@ -23,7 +23,8 @@ from packaging.specifiers import SpecifierSet
 
 from megatron_mtp.cli.verbs import Verb
 from megatron_mtp.common.errors import Parser, sentences
-from megatron_mtp.megatron.runtime import prepare, why_no_launcher, why_not
+from megatron_mtp.megatron.machine import why_no_launcher, why_not
+from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.spec.registry import Registry
 
 DISTRIBUTION = "megatron-mtp"
@@ -259,8 +260,9 @@ def patch_rows(probe: bool) -> list[dict[str, str]]:
     """
     if _torch() is None or _installed("megatron-core") is None:
         return []
+    from megatron_mtp.megatron.patches.loop import LOOP
     from megatron_mtp.megatron.patches.patch import is_known, state_of
-    from megatron_mtp.megatron.patches.table import LOOP, PATCHES
+    from megatron_mtp.megatron.patches.table import PATCHES
 
     if probe:
         with redirect_stdout(StringIO()), warnings.catch_warnings(), suppress(RuntimeError):  # from a missing function

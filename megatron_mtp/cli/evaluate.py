@@ -11,13 +11,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from megatron_mtp.cli import preprocess, train
-from megatron_mtp.common.acceptance import figures_of
-from megatron_mtp.common.errors import Parser, check_counts, sentences
+from megatron_mtp.common.acceptance import EXPECTED_LENGTH, BySource, figures_of
+from megatron_mtp.common.command import check_counts
+from megatron_mtp.common.errors import Parser, sentences
 from megatron_mtp.data.checks import read_sidecar
 from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.spec.config import flag_of
 from megatron_mtp.spec.kinds import BLOCKS
-from megatron_mtp.training.short_log import quiet
+from megatron_mtp.training.quiet import quiet
 
 DEFAULTS = (
     "--skip-train --use-checkpoint-args --no-load-optim --no-load-rng --split 0,1,0 --micro-batch-size 1 "
@@ -90,8 +91,6 @@ def main(arguments: list[str], program: str) -> int:
             argv = train.with_file(program, given, [*DEFAULTS.split(), *flags, "--load", args.load, *rest])
             metrics = evaluate(argv, on_cpu, shows_tables=False)
         if metrics.evaluated is not None:  # only one rank has it
-            from megatron_mtp.training.documents import source_table
-
             row, table = metrics.evaluated
             title = "context" if args.context_lengths else "source"
             if (args.by_source or args.context_lengths) and metrics.sources:
@@ -186,3 +185,14 @@ def _data_flags(args: Namespace, folder: Path, trust: list[str]) -> list[str]:
     if tokens <= length:
         raise ValueError(f"--text has {tokens} tokens, and the sequences have {length}; give more text.")
     return ["--eval-iters", str((tokens - 1) // length), *chosen, "--data-path", prefix]
+
+
+def source_table(sources: BySource, title: str = "source") -> str:
+    """Format expected accepted length and acceptance by source, with bootstrap standard errors over documents."""
+    lines = [f"{title:24} documents   {EXPECTED_LENGTH}   acceptance by depth"]
+    for name, documents in sources.items():
+        figures = figures_of(list(documents.values()))
+        rates = " ".join(f"{rate:.1%}" for rate in figures["acceptance"])
+        length = f"{figures[EXPECTED_LENGTH]:.3f} ± {figures['error']:.3f}"
+        lines.append(f"{name[:24]:24} {len(documents):9}   {length:>24}   {rates}")
+    return "\n".join(lines)

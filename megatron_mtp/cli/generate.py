@@ -19,7 +19,8 @@ from megatron_mtp.cli.terminal import (
     read_prompts,
     say_if_lossy,
 )
-from megatron_mtp.common.errors import Parser, add_foreign_flags, check_counts, sentences
+from megatron_mtp.common.command import check_counts
+from megatron_mtp.common.errors import Parser, add_foreign_flags, sentences
 from megatron_mtp.common.files import written_beside
 from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS, Settings, keys
 from megatron_mtp.megatron.runtime import quieten

@@ -4,7 +4,8 @@ import sys
 
 from megatron_mtp import __version__
 from megatron_mtp.cli.verbs import PROGRAM, VERBS, module_of
-from megatron_mtp.common.errors import REFUSED, Parser, open_streams, sentences
+from megatron_mtp.common.command import open_streams
+from megatron_mtp.common.errors import REFUSED, Parser, sentences
 
 EXAMPLES = """examples:
   megatron-mtp doctor
@@ -67,8 +68,10 @@ def run(verb: str, program: str, arguments: list[str]) -> int:
         arguments: arguments after the command.
     """
     open_streams()
+    with sentences(program):
+        module = module_of(verb)  # its tables refuse parts of other packages
     with sentences(program, mistakes=()):  # each verb reports its own ValueErrors
-        status: int = module_of(verb).main(arguments, program)
+        status: int = module.main(arguments, program)
     return status
 
 

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_mtp.common.errors import Parser, status_of
-from megatron_mtp.common.files import one_writer
+from megatron_mtp.common.command import status_of
+from megatron_mtp.common.errors import Parser
+from megatron_mtp.common.outputs import one_writer
+from megatron_mtp.data.chat_counts import lines_of
 from megatron_mtp.data.checks import read_sidecar
 from megatron_mtp.data.corpus import (
     TEXT_FILES,
@@ -85,7 +87,7 @@ def preprocess(args: argparse.Namespace) -> None:
     folder = args.tokenizer or _trained_tokenizer(args, documents)
     encoder = Encoder.from_folder(folder, args.eod_token, args.trust_remote_code)
     if args.chat is not None:
-        from megatron_mtp.data.chat_files import lines_of, write_chats
+        from megatron_mtp.data.chat_files import write_chats
 
         empty, last = bool(args.chat_count_empty_thinking), bool(args.chat_mask_history)
         skips = bool(args.chat_skip_bad_lines)

@@ -1,6 +1,7 @@
 """`megatron-mtp recipes [NAME]`: published training settings, for `--recipe` of `train` and `attach`."""
 
-from megatron_mtp.common.errors import Parser, status_of
+from megatron_mtp.common.command import status_of
+from megatron_mtp.common.errors import Parser
 from megatron_mtp.training import recipe
 
 EXAMPLES = """examples:

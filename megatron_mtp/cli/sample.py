@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_mtp.cli.terminal import add_checkpoint_flags, add_sampling_flags
-from megatron_mtp.common.errors import Parser, check_counts, status_of
-from megatron_mtp.common.files import one_writer, remove
+from megatron_mtp.common.command import check_counts, status_of
+from megatron_mtp.common.errors import Parser
+from megatron_mtp.common.files import remove
+from megatron_mtp.common.outputs import one_writer
 from megatron_mtp.common.progress import progress_bar
 from megatron_mtp.data.checks import PARTS, read_sidecar
 from megatron_mtp.data.samples import Sample, appended, read_samples

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_mtp.cli.terminal import OF_OTHER_ENGINES, add_checkpoint_flags, add_ranks_flags, say_if_lossy
-from megatron_mtp.common.errors import Parser, add_foreign_flags, check_counts, from_extra, sentences
+from megatron_mtp.common.command import check_counts, from_extra
+from megatron_mtp.common.errors import Parser, add_foreign_flags, sentences
 from megatron_mtp.megatron.runtime import quieten
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_mtp.common.errors import from_extra
+from megatron_mtp.common.command import from_extra
 from megatron_mtp.data.samples import Sample, seed_of
 from megatron_mtp.decoding.requests import Finish
 from megatron_mtp.decoding.sampling import Sampling

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from tokenizers.decoders import DecodeStream
 
-from megatron_mtp.common.errors import Parser, named
+from megatron_mtp.common.command import named
+from megatron_mtp.common.errors import Parser
 
 if TYPE_CHECKING:
     from argparse import _MutuallyExclusiveGroup

@@ -11,8 +11,10 @@ from megatron_mtp.common.errors import Parser, sentences
 from megatron_mtp.losses.table import listing
 from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.training import recipe
-from megatron_mtp.training.flags import add_mtp_arguments, all_parser, flags_of, named_flags, without_unset
-from megatron_mtp.training.short_log import quiet, say
+from megatron_mtp.training.config_file import flags_of, named_flags, without_unset
+from megatron_mtp.training.flags import add_mtp_arguments, all_parser
+from megatron_mtp.training.quiet import quiet
+from megatron_mtp.training.short_log import say
 
 DESCRIPTION = """Train a model with MTP layers or a drafter on Megatron's training loop.
 

@@ -1,18 +1,14 @@
 """Acceptance of draft tokens: the counts that tables, metrics, training and K `auto` use, and the recorded values.
 
 `mtp_acceptance.json` holds the acceptance of the MTP layers by position, as measured by the last evaluation. It is in
-the checkpoint folder, and next to `config.json` in an exported folder. An engine compares the acceptance it measures
-with it (`Alarm`).
+the checkpoint folder, and next to `config.json` in an exported folder.
 """
 
-import json
 import math
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 from operator import mul
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,13 +17,6 @@ RECORD = "mtp_acceptance.json"
 
 EXPECTED_LENGTH = "expected accepted length"
 """Name of `AcceptanceStats.expected_length` in records, logs and metrics.jsonl."""
-
-LEAST_DRAFTS, DEVIATIONS, CHANCE = 64, 4, 0.002
-"""Number of drafts that an alarm waits for, standard deviations of the count to tolerate, and the probability of no
-acceptance at which it is raised.
-"""
-MANY_DRAFTED, WORTH_DRAFTING = 1000, 0.01
-"""Without a record, the alarm is raised after this many draft tokens if a smaller fraction was accepted."""
 
 
 @dataclass
@@ -198,7 +187,7 @@ def _rates(hits: Sequence[float], of: Sequence[int]) -> list[float]:
     return [hit / count if count else 0.0 for hit, count in zip(hits, of, strict=True)]
 
 
-# --- the record, and the alarm ---------------------------------------------------------------------------------------
+# --- the record -------------------------------------------------------------------------------------------------------
 
 
 def record_of(stats: AcceptanceStats, iteration: int, data: str, sources: BySource | None = None) -> dict[str, Any]:
@@ -219,81 +208,3 @@ def record_of(stats: AcceptanceStats, iteration: int, data: str, sources: BySour
         EXPECTED_LENGTH: stats.expected_length,
         **known,
     }
-
-
-def read_record(folder: Path, of_drafter: bool = False) -> list[float] | None:
-    """Read the recorded acceptance by position of the model in a folder, greedy or sampled; None if there is no record.
-
-    Args:
-        of_drafter: read the record of the drafter instead of the MTP layers', in a model that has both.
-
-    Raises:
-        ValueError: the record is damaged.
-    """
-    file = folder / RECORD
-    if not file.is_file():
-        return None
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-        record = record["drafter"] if of_drafter else record
-        sampled = list(accumulate(map(float, record["overlap"]), mul))
-        return [min(map(float, pair)) for pair in zip(record["acceptance"], sampled, strict=True)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is not a record of acceptance; remove it, or evaluate the model again.") from error
-
-
-def carry_record(source: Path, target: Path) -> None:
-    """Copy the acceptance record of a folder, if there is one, to a conversion of the same model."""
-    if (source / RECORD).is_file():
-        shutil.copyfile(source / RECORD, target / RECORD)
-
-
-@dataclass
-class Alarm:
-    """Warns when drafts of the MTP layers are accepted less than half as often as recorded, or never.
-
-    Attributes:
-        expected: the acceptance that `read_record` returned.
-        said: the warning, once it has been raised.
-    """
-
-    expected: list[float] | None = None
-    said: str | None = None
-    _stats: AcceptanceStats = field(default_factory=AcceptanceStats)
-
-    def reset(self) -> None:
-        """Restart the count after the weights have changed."""
-        self._stats = AcceptanceStats()
-
-    def learn(self, stats: AcceptanceStats) -> str | None:
-        """Count further steps. Return the warning once, when acceptance is too low."""
-        if self.said is not None:
-            return None
-        own = self._stats
-        own.accepted_at, own.offered_at = (
-            _sums(own.accepted_at, stats.accepted_at),
-            _sums(own.offered_at, stats.offered_at),
-        )
-        if (found := self._found()) is not None:
-            self.said = (
-                f"{found}, so drafting costs time and saves little; see that the MTP layers are trained and belong to "
-                "this trunk (megatron-mtp audit, megatron-mtp evaluate), or go on without drafts"
-            )
-        return self.said
-
-    def _found(self) -> str | None:
-        drafts, first = (next(iter(sums), 0) for sums in (self._stats.offered_at, self._stats.accepted_at))
-        if drafts < LEAST_DRAFTS:
-            return None
-        drafted, accepted = self._stats.drafted, self._stats.accepted
-        if not first:
-            return f"none of {drafts} drafts was accepted"
-        if self.expected:
-            half = self.expected[0] / 2
-            if first + DEVIATIONS * math.sqrt(drafts * half * (1 - half)) < drafts * half:
-                return (
-                    f"{first / drafts:.1%} of {drafts} drafts were accepted, and {self.expected[0]:.1%} were recorded"
-                )
-        elif drafted >= MANY_DRAFTED and accepted < WORTH_DRAFTING * drafted:
-            return f"{accepted} of {drafted} drafted tokens were accepted"
-        return None

@@ -1,24 +1,16 @@
-"""Atomic output: write to a temporary path, sync it to disk, then rename. A lock keeps out a second process.
+"""Atomic output: write to a temporary path, sync it to disk, then rename.
 
 with written_beside(folder / "run.json") as beside:
     beside.write_text(...)                  if the block fails or is killed, the old file stays
-
-with one_writer(output, "the corpus"):      a second process exits with an error message
-    ...
-
-check_outside(output, source)               raises if the output is inside its own source
 """
 
 import errno
 import os
 import shutil
-import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
-
-from filelock import FileLock, Timeout
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 """Suffixes of weight files."""
@@ -85,62 +77,6 @@ def synced(stream: IO[Any]) -> None:
     """Flush a stream to disk."""
     stream.flush()
     os.fsync(stream.fileno())
-
-
-@contextmanager
-def one_writer(output: Path, name: str) -> Iterator[None]:
-    """Hold the lock of an output, the file `<output>.lock`. The process that holds it may enter again.
-
-    The operating system releases the lock when the process ends, even if it is killed.
-
-    Args:
-        output: path to write.
-        name: what messages call the output.
-
-    Raises:
-        ValueError: another process holds the lock, or the folder is not writable.
-        OSError: nothing can be written next to the output.
-    """
-    file = output.with_name(f"{output.name}.lock")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(file, is_singleton=True)
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        try:  # does the lock fail because the folder is not writable?
-            file.touch()
-        except OSError:
-            raise ValueError(f"{name} cannot be written: {file.parent} takes no files; name another output.") from None
-        holder = ""
-        with suppress(OSError):  # the other process may have just finished
-            holder = file.read_text()
-        raise ValueError(
-            f"{name} is being written by {holder or 'another process'}; wait until it has ended, or name another "
-            "output."
-        ) from None
-    try:
-        file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
-        yield
-    finally:
-        if lock.lock_counter == 1:
-            file.unlink(missing_ok=True)
-        lock.release()
-
-
-def check_outside(output: Path, *sources: Path) -> None:
-    """Check that an output is not inside any of its source folders. Links are resolved.
-
-    Raises:
-        ValueError: the output is inside a source folder.
-    """
-    for source in sources:
-        if is_inside(output, source):
-            raise ValueError(f"{output} is inside {source}, which it is made from; name a place outside of it.")
-
-
-def is_inside(path: Path, folder: Path) -> bool:
-    """Return whether a path is a folder or inside it. Links are resolved; the path does not need to exist."""
-    return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
 
 
 def without_weights(folder: Path) -> list[Path]:

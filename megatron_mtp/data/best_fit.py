@@ -1,8 +1,9 @@
-"""Pack documents into rows of one length."""
+"""Rows of one length: documents packed into them, and their order in an epoch."""
 
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -37,3 +38,10 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
                 insort(sizes, left)
             with_room[left].append(row)
     return rows
+
+
+@lru_cache(maxsize=4)
+def order_of_rows(seed: int, rows: int, epoch: int) -> list[int]:
+    """Return the order of this many rows in an epoch."""
+    found: list[int] = np.random.default_rng([seed, epoch]).permutation(rows).tolist()
+    return found

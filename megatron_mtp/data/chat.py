@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_mtp.data.corpus import Document
 from megatron_mtp.data.messages import CHATS, normal_line, normal_messages, normal_tools
-from megatron_mtp.data.sources import named_source
+from megatron_mtp.data.named_sources import named_source
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ from tqdm import tqdm
 from megatron_mtp.common.files import written_beside
 from megatron_mtp.common.progress import progress_bar
 from megatron_mtp.data.checks import vocabulary_digest
-from megatron_mtp.data.sources import SOURCES, named_source, sources_of_files
+from megatron_mtp.data.named_sources import named_source, sources_of_files
+from megatron_mtp.data.sources import SOURCES
 from megatron_mtp.data.tokenizer import Encode, Encoder
 
 # Longer files are encoded in parts of this size.

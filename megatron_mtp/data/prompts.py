@@ -17,7 +17,8 @@ from megatron_mtp.data.chat import place_of, read_chat
 from megatron_mtp.data.chat_template import check_template
 from megatron_mtp.data.checks import part_of, read_index
 from megatron_mtp.data.corpus import Document, find_files, list_documents
-from megatron_mtp.data.sources import read_sources, sources_of_files
+from megatron_mtp.data.named_sources import sources_of_files
+from megatron_mtp.data.sources import read_sources
 from megatron_mtp.data.tokenizer import apply_template
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ machine; the modules for drafts, sampling and verifiers do not.
     proposers/           drafting methods, behind one interface
     verifiers.py         acceptance rules
     method.py            a config from JSON: proposer, verifier, K
+    alarm.py             a warning where drafts are accepted less often than was recorded
     auto_count.py        automatic K, including K = 0 where drafting does not pay off
     block_tables.py      slots of sequences in shared blocks of memory
     rows.py              rows of a forward pass: chains, trees, without padding; their positions and masks

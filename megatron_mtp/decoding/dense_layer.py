@@ -39,7 +39,7 @@ from torch.linalg import vector_norm
 from megatron_mtp.decoding.block_tables import Places, write_rows
 from megatron_mtp.decoding.cached_attention import CachedAttention, StandIn, attended
 from megatron_mtp.megatron.layer_settings import OTHER_PARTS, WITHOUT_EFFECT
-from megatron_mtp.megatron.runtime import why_no_launcher, why_not
+from megatron_mtp.megatron.machine import why_no_launcher, why_not
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.shared_keys import RepeatedAttention
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from megatron_mtp.common.acceptance import AcceptanceStats, Alarm
+from megatron_mtp.common.acceptance import AcceptanceStats
+from megatron_mtp.decoding.alarm import Alarm
 from megatron_mtp.decoding.batch import DecodeBatch, DraftingKind, Sequence
 from megatron_mtp.decoding.block_tables import BLOCK, SLOTS_BEYOND_POSITIONS
 from megatron_mtp.decoding.config import SpeculativeConfig

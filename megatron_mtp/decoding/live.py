@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from megatron_mtp.decoding.load import drafting_config
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.model.arguments import alone
 from megatron_mtp.model.build import build
+from megatron_mtp.model.stored_arguments import alone
 
 
 class LiveRunner:

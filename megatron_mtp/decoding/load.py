@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
 from megatron_mtp.checkpoint.model import fill
-from megatron_mtp.common.acceptance import read_record
+from megatron_mtp.common.record import read_record
 from megatron_mtp.data.tokenizer import entries, read_tokenizer
 from megatron_mtp.decoding.config import PROPOSERS, SpeculativeConfig
 from megatron_mtp.decoding.runner import Runner
@@ -24,10 +24,11 @@ from megatron_mtp.megatron import cpu
 from megatron_mtp.megatron.checkpoint import EMBEDDING
 from megatron_mtp.megatron.checkpoint.iterations import iteration_folder, repair_tracker, run_tokenizer
 from megatron_mtp.megatron.checkpoint.reader import DistReader, stored_draft_vocabulary
-from megatron_mtp.megatron.runtime import transformer_engine_works
-from megatron_mtp.model.arguments import MTPModelConfig, alone, check_trainable, completed, config_of
+from megatron_mtp.megatron.machine import transformer_engine_works
+from megatron_mtp.model.arguments import MTPModelConfig, check_trainable, config_of
 from megatron_mtp.model.build import build, join_world
-from megatron_mtp.spec.config import stands_beside
+from megatron_mtp.model.stored_arguments import alone, completed
+from megatron_mtp.spec.head import stands_beside
 from megatron_mtp.spec.kinds import DRAFTERS
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from megatron_mtp.common.acceptance import Alarm
+from megatron_mtp.decoding.alarm import Alarm
 from megatron_mtp.decoding.backend import backend_for, layers_of
 from megatron_mtp.decoding.block_tables import SLOTS_BEYOND_POSITIONS, BlockTables
 from megatron_mtp.decoding.cached_attention import Scope, attach, cache_latents

@@ -1,7 +1,7 @@
 """Kinds of drafters, a folder each.
 
-No file imports them by name: each kind is registered by an entry point, like that of.
-another package, and its row (`spec.kinds.DrafterKind`) names its parts.
+No file imports them by name: each kind is registered by an entry point, like that of another package, and its row
+(`spec.kinds.DrafterKind`) names its parts and declares its settings.
 
 eagle/    one layer that reads the trunk's last hidden state
 eagle3/   one layer that reads the states of three trunk layers

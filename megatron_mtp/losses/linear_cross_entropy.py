@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.data.batch import to_device
-from megatron_mtp.losses import triton_chunk
 from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 from megatron_mtp.losses.weight_gradient import (
     Factors,
@@ -44,6 +43,10 @@ from megatron_mtp.losses.weight_gradient import (
     scaled,
 )
 from megatron_mtp.model.vocabulary import Vocabulary
+from megatron_mtp.spec.registry import Imported
+
+KERNELS: Imported[Any] = Imported({"cuda": "megatron_mtp.losses.triton_chunk"})
+"""Modules with kernels that compute losses and gradients of a chunk, by the type of their device."""
 
 FLOAT16_GRADIENT = 2.0**8
 """Target size of the largest gradient of a float16 logit in the forward pass, before Megatron's loss scale applies:
@@ -217,7 +220,7 @@ class _Head:
         entries = max(self.vocabulary.widest, 0 if taught is None else taught.entries)
         overlap_N = None if targets.overlap_DN is None else torch.zeros_like(mask_N)
         likeliest = list[Tensor]()
-        by_kernel = overlap_N is None and has_kernel(self.token_loss, weight_VH, self.vocabulary)
+        kernels = kernels_of(self.token_loss, weight_VH, self.vocabulary) if overlap_N is None else None
         cut = list(chunks(len(states_NH), entries, weight_VH.is_cuda, self.most, depths))
         for chunk, soft in zip(cut, repeat(None) if taught is None else taught.labels(cut), strict=False):
             of_weight_NH, of_bias_NR = states_NH[chunk, :hidden], states_NH[chunk, hidden:]
@@ -227,7 +230,7 @@ class _Head:
             into_N = None if overlap_N is None else overlap_N[chunk]
             if targets.likeliest_DNC is not None:
                 likeliest.append(self.vocabulary.largest(logits_NV, targets.likeliest_DNC.size(-1)))
-            sums += self._sums_(logits_NV, soft, labels_N[chunk], mask_N[chunk], scale_D, into_N, by_kernel)
+            sums += self._sums_(logits_NV, soft, labels_N[chunk], mask_N[chunk], scale_D, into_N, kernels)
             if states_grad_NH is not None and self.bias_VR is None:
                 torch.mm(logits_NV, weight_VH, out=states_grad_NH[chunk])
             elif states_grad_NH is not None and self.bias_VR is not None:
@@ -237,7 +240,7 @@ class _Head:
                 add_product(self.sum_VH, logits_NV.t(), of_weight_NH)
             if self.bias_sum_VR is not None:
                 add_product(self.bias_sum_VR, logits_NV.t(), of_bias_NR)
-        if by_kernel and triton_chunk.leaves_parts(self.token_loss):
+        if kernels is not None and kernels.leaves_parts(self.token_loss):
             self.vocabulary.added(sums)
         if overlap_N is not None and targets.overlap_DN is not None:
             targets.overlap_DN.copy_(overlap_N.view(-1, depths).t().reshape(targets.overlap_DN.shape))
@@ -254,11 +257,11 @@ class _Head:
         mask_N: Tensor,
         scale_D: Tensor,
         overlap_N: Tensor | None,
-        by_kernel: bool,
+        kernels: Any | None,
     ) -> Tensor:
         """Return a chunk's part of the total and its masked sums, [1 + D]; overwrite the product with the gradient."""
-        if by_kernel:
-            given = triton_chunk.Products(
+        if kernels is not None:
+            given = kernels.Products(
                 product_NV,
                 labels_N,
                 mask_N,
@@ -267,7 +270,7 @@ class _Head:
                 None if soft is None else soft.row_N,
                 self.vocabulary,
             )
-            losses_N = triton_chunk.losses_(self.token_loss, given)
+            losses_N = kernels.losses_(self.token_loss, given)
         else:
             losses_N = self._losses_(product_NV, soft, labels_N, mask_N, scale_D, overlap_N)
         mask_ND = mask_N.view(-1, len(scale_D))
@@ -301,9 +304,10 @@ class _Head:
         return torch.cat(losses)
 
 
-def has_kernel(token_loss: TokenLoss, weight_VH: Tensor, vocabulary: Vocabulary) -> bool:
-    """Return whether a kernel computes the loss on every rank."""
-    return weight_VH.is_cuda and triton_chunk.has_kernel(token_loss, weight_VH.dtype, vocabulary)
+def kernels_of(token_loss: TokenLoss, weight_VH: Tensor, vocabulary: Vocabulary) -> Any | None:
+    """Return the module whose kernels compute the loss on every rank; None if there is none."""
+    kernels = KERNELS.get(weight_VH.device.type)
+    return kernels if kernels is not None and kernels.has_kernel(token_loss, weight_VH.dtype, vocabulary) else None
 
 
 def _lift(scale_D: Tensor, vocabulary: Vocabulary, dtype: torch.dtype) -> Tensor | float:

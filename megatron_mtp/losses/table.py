@@ -22,7 +22,7 @@ LOSSES: "Registry[type[TokenLoss]]" = Registry(
             "nla": "megatron_mtp.losses.distillation:NegativeLogOverlap",
             "lk": "megatron_mtp.losses.distillation:AdaptiveDivergence",
             "e2e_tv": "megatron_mtp.losses.distillation:AcceptedLength",
-            "dpace": "megatron_mtp.losses.token_loss:PacedCrossEntropy",
+            "dpace": "megatron_mtp.losses.paced:PacedCrossEntropy",
             "mix": "megatron_mtp.losses.mix:Mix",
         }
     ),

@@ -30,7 +30,7 @@ from megatron_mtp.losses.distillation import (
     TotalVariation,
 )
 from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
-from megatron_mtp.megatron.runtime import why_no_launcher, why_not
+from megatron_mtp.megatron.machine import why_no_launcher, why_not
 from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 from megatron_mtp.model.vocabulary import Vocabulary
 

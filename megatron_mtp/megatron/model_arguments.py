@@ -1,6 +1,6 @@
 """Arguments that describe a model."""
 
-from megatron_mtp.spec.config import DRAFTER_SETTINGS
+from megatron_mtp.spec.head import DRAFTER_SETTINGS
 from megatron_mtp.spec.rope_scaling import scaling_arguments
 
 MODEL_ARGUMENTS = [

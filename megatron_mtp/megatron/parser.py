@@ -1,7 +1,6 @@
-"""Megatron's own parser: flags that it lacks, those that a machine needs, and a command line read by it."""
+"""Megatron's own parser: flags that it lacks, and those that a machine needs."""
 
-import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,25 +48,6 @@ def flags_without(lack: str) -> list[str]:
 def arguments_without(lack: str) -> dict[str, Any]:
     """Return the arguments of a model that is not trained, on a machine that lacks this."""
     return {row.name: row.value for row in MACHINE_SETTINGS if lack in row.needs}
-
-
-def parsed(flags: list[str], vocabulary: int) -> Namespace:
-    """Parse flags with Megatron's parser. The vocabulary is padded as for one tensor-parallel rank."""
-    args = parse_flags(flags)
-    multiple = args.make_vocab_size_divisible_by
-    args.padded_vocab_size = -(-vocabulary // multiple) * multiple
-    return args
-
-
-def parse_flags(flags: list[str]) -> Namespace:
-    """Parse flags with Megatron's parser, which only reads `sys.argv`."""
-    from megatron.training.arguments import parse_args  # imported here, because --help lists flags without Megatron
-
-    argv, sys.argv = sys.argv, ["megatron", *flags]
-    try:
-        return parse_args(add_yarn_arguments)
-    finally:
-        sys.argv = argv
 
 
 def add_yarn_arguments(parser: ArgumentParser) -> ArgumentParser:

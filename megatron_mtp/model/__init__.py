@@ -1,11 +1,14 @@
 """The model: from arguments to a trunk with MTP layers and drafters. Hidden states in, one hidden state per depth out.
 
 arguments.py         Megatron's arguments of a model, and its configuration; patterns of hybrid models
+stored_arguments.py  arguments of a checkpoint, completed or changed for a model in one process
+trunk_facts.py       what a drafter depends on of a built model's trunk
 build.py             configuration to model, and the process group: the only place that builds models
 attachment.py        draft heads on a model of Megatron's own class, by hooks on its forward
 trained_stage.py     the same on a pipeline stage of this package's runs: objectives, absent heads, frozen trunks
 heads.py             the list of MTP layers and drafters: how to build them, what they draft, what a checkpoint lacks
-stages.py            what hooks cannot do: states that travel between pipeline stages
+stages.py            what hooks cannot do: states that drafters read, on several pipeline stages
+passed_states.py     states of several layers as one tensor between pipeline stages
 schedule_plan.py     the schedule plan of a forward pass, for --overlap-moe-expert-parallel-comm
 frozen.py            frozen trunks
 hybrid.py            layers of hybrid models, by pattern; MTP layers that are stacks of layers by pattern
@@ -37,5 +40,6 @@ norms.py             RMSNorm and LayerNorm for machines without TE
 linear.py            projections to and from the latent of experts, for machines without TE
 packed_rows.py       where the documents of a packed row start and end
 specs.py             replaces Megatron's modules by these
+swapped.py           classes of a spec, and names of modules, swapped for others
 recurrent.py         Mamba-2 without mamba_ssm and Gated DeltaNet without fla
 """

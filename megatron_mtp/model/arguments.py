@@ -6,48 +6,28 @@ Also parses patterns of hybrid models, without building a model.
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.training import arguments as megatrons
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 from megatron.training.models import gpt as megatron_gpt
 from megatron.training.models import hybrid as megatron_hybrid
 from torch import Tensor
 
-from megatron_mtp.megatron.model_arguments import MODEL_ARGUMENTS
-from megatron_mtp.megatron.parser import CUDA, arguments_without, parse_flags
-from megatron_mtp.megatron.patterns import symbols_of_a_layer, trunk_and_depths, without_stages
+from megatron_mtp.megatron.patterns import symbols_of_a_layer, trunk_and_depths
 from megatron_mtp.spec.attention import AttentionSizes, LatentSizes
-from megatron_mtp.spec.config import (
+from megatron_mtp.spec.config import SHARED_KEYS, MTPConfig
+from megatron_mtp.spec.head import (
     BESIDE_MTP,
     DRAFTER_SETTINGS,
-    SHARED_KEYS,
     HeadSettings,
-    MTPConfig,
+    TrunkSpec,
     drafted_steps,
     heads_of,
-    stands_beside,
     trained_depths,
 )
-from megatron_mtp.spec.head import HeadSpec, TrunkSpec
 from megatron_mtp.spec.rope_scaling import MSCALES, megatrons_scaling, scaling_of, yarn_factor
-
-
-def completed(stored: Namespace) -> Namespace:
-    """Complete a checkpoint's arguments to all of Megatron's, for one process without TE."""
-    args = parse_flags("--micro-batch-size 1 --train-iters 1 --lr 1e-4 --eval-interval 1000".split())
-    for name, value in arguments_without(CUDA).items():
-        setattr(args, name, value)
-    for name in MODEL_ARGUMENTS:
-        if getattr(stored, name, None) is not None:
-            setattr(args, name, getattr(stored, name))
-    if args.hybrid_layer_pattern is not None:
-        args.hybrid_layer_pattern = without_stages(args.hybrid_layer_pattern)
-    megatrons.validate_args(args)  # call through the module, because a patch may have replaced it
-    return args
 
 
 def check_trainable(args: Namespace, name: str) -> None:
@@ -140,6 +120,7 @@ def config_of(args: Namespace, **given: Any) -> MTPModelConfig:
 
 # --- patterns of hybrids ---------------------------------------------------------------------------------------------
 # `--hybrid-layer-pattern`: one symbol per layer, first the trunk's, then after each `/` those of an MTP layer.
+# `--hybrid-layer-pattern`: one symbol per layer, first the trunk's, then after each `/` those of an MTP layer.
 #
 #     M*-|M*-/*-    a trunk of six layers on two pipeline stages, and one MTP layer
 
@@ -163,19 +144,6 @@ def as_mtp_layers(steps: int, args: Namespace) -> dict[str, Any]:
         "mtp_loss_scaling_factor": 1.0,
         BESIDE_MTP: False,
     }
-
-
-def alone(args: Namespace, is_drafter: bool) -> Namespace:
-    """Return the arguments of a model that drafts with only one of two: the drafter or the MTP layers."""
-    if not stands_beside(args):
-        return args
-    changes = as_mtp_layers(drafted_steps(args), args) if is_drafter else {"drafter": None, BESIDE_MTP: False}
-    return Namespace(**{**vars(args), **changes})
-
-
-def stored_with(drafter: HeadSpec, args: Namespace) -> dict[str, Any]:
-    """Return the arguments of a checkpoint whose only draft module is a drafter, on the trunk of these arguments."""
-    return drafter.arguments(trunk_spec(args)) | as_mtp_layers(drafter.drafts, args)
 
 
 def layers_to_read(args: Namespace) -> int | None:
@@ -202,46 +170,10 @@ def trunk_spec(args: Namespace) -> TrunkSpec:
         args.kv_channels or args.hidden_size // heads,
         args.layernorm_epsilon,
         args.rotary_base,
-        _trunk_scaling(argument, is_latent),
+        trunk_scaling(argument, is_latent),
         LatentSizes.of(argument) if is_latent else None,
     )
     return TrunkSpec(layers, args.vocab_size, args.hidden_size, args.ffn_hidden_size, attention)
-
-
-def trunk_spec_of(config: MTPModelConfig) -> TrunkSpec:
-    """Return the trunk facts that a drafter depends on, from a model configuration."""
-    own = config.transformer
-    is_latent = own.multi_latent_attention
-    tokens = config.true_vocab_size or config.vocab_size
-    assert tokens is not None
-
-    def setting(argument: str) -> Any:
-        if argument in _OF_MODEL:
-            return getattr(config, _OF_MODEL[argument], None)
-        return getattr(own, argument if is_latent else f"yarn_{argument.removeprefix('yarn_')}", None)
-
-    attention = AttentionSizes(
-        own.num_attention_heads,
-        own.num_query_groups or own.num_attention_heads,
-        own.kv_channels or own.hidden_size // own.num_attention_heads,
-        own.layernorm_epsilon,
-        own.rotary_base if isinstance(own, MLATransformerConfig) else config.rotary_base,
-        _trunk_scaling(setting, is_latent),
-        LatentSizes.of(partial(getattr, own)) if is_latent else None,
-    )
-    layers = own.num_layers // symbols_of_a_layer(getattr(config, "hybrid_layer_pattern", None))
-    return TrunkSpec(layers, tokens, own.hidden_size, own.ffn_hidden_size, attention)
-
-
-_OF_MODEL = {
-    "position_embedding_type": "position_embedding_type",
-    "use_rope_scaling": "rope_scaling",
-    "rope_scaling_factor": "rope_scaling_factor",
-    "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
-}
-"""Arguments of rotary positions with their fields in a model's configuration; YaRN's are in the configuration of its
-layers.
-"""
 
 
 def _has_latent(args: Namespace) -> bool:
@@ -250,7 +182,7 @@ def _has_latent(args: Namespace) -> bool:
     return bool(is_latent) or not {Symbols.MLA, Symbols.DS_ATTENTION}.isdisjoint(pattern)
 
 
-def _trunk_scaling(argument: Callable[[str], Any], is_latent: bool) -> dict[str, Any] | None:
+def trunk_scaling(argument: Callable[[str], Any], is_latent: bool) -> dict[str, Any] | None:
     """Return the scaling of a trunk's angles, as a drafter with the same attention has it."""
     keys = megatrons_scaling(argument, is_latent)
     if keys["rope_type"] == "yarn":

@@ -31,9 +31,9 @@ class BiasedLayer(BlockDrafterLayer):
 
     def __init__(self, drafter: HeadSpec, config: TransformerConfig, drafted: int | None, *others: Any) -> None:
         super().__init__(drafter, config, drafted, *others)
-        assert drafter.markov_rank is not None
-        self.markov_w1 = self.whole_on_every_rank(drafter.vocabulary, drafter.markov_rank)
-        self.markov_w2 = self.whole_on_every_rank(drafted or drafter.vocabulary, drafter.markov_rank)
+        rank = drafter.own["drafter_markov_rank"]
+        self.markov_w1 = self.whole_on_every_rank(drafter.vocabulary, rank)
+        self.markov_w2 = self.whole_on_every_rank(drafted or drafter.vocabulary, rank)
 
     def before(self, state: Tensor, token: Tensor) -> Tensor:
         """What the token before a draft gives the bias, [..., R], for a state [..., H] after the norm: W1[token]."""

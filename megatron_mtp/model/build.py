@@ -32,18 +32,19 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.models import gpt as megatron_gpt
 
 from megatron_mtp.megatron import cpu
+from megatron_mtp.megatron.machine import check_device
 from megatron_mtp.megatron.patterns import symbols_of_a_layer
-from megatron_mtp.megatron.runtime import check_device
-from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPModelConfig, trunk_spec_of
+from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPModelConfig
 from megatron_mtp.model.heads import BLOCKS, DraftHeads, HeadPlan
 from megatron_mtp.model.latent_attention import PLAIN_QUERIES
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.mtp_block import MultiTokenPredictionBlock
 from megatron_mtp.model.shared_keys import FIRST_PASS_ALONE, WITH_CHAIN
-from megatron_mtp.model.specs import with_modules, with_portable_modules, with_portable_projections
+from megatron_mtp.model.specs import with_portable_modules, with_portable_projections
+from megatron_mtp.model.swapped import with_modules
 from megatron_mtp.model.trained_stage import TrainedStage
-from megatron_mtp.spec.config import HeadSettings
-from megatron_mtp.spec.head import HeadSpec
+from megatron_mtp.model.trunk_facts import trunk_spec_of
+from megatron_mtp.spec.head import HeadSettings, HeadSpec
 
 
 def join_world(alone: bool = False, expert_parallel: int = 1) -> None:

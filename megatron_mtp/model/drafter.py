@@ -29,10 +29,10 @@ from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules
 from megatron_mtp.model.mtp_block import MultiTokenPredictionBlock
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.rope import rotary_of
-from megatron_mtp.model.specs import with_modules, with_portable_modules
+from megatron_mtp.model.specs import with_portable_modules
+from megatron_mtp.model.swapped import with_modules
 from megatron_mtp.model.trunk_output import TrunkOutput
-from megatron_mtp.spec.config import HEADS
-from megatron_mtp.spec.head import HeadSpec
+from megatron_mtp.spec.head import HEADS, HeadSpec
 from megatron_mtp.spec.kinds import DRAFTERS
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_mtp.spec.config import HEADS
+from megatron_mtp.spec.head import HEADS
 
 
 def freeze_trunk(model: nn.Module) -> None:

@@ -33,14 +33,15 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.training.models import hybrid as megatron_hybrid
 from torch import Tensor
 
-from megatron_mtp.megatron import runtime
+from megatron_mtp.megatron import machine
 from megatron_mtp.megatron.patterns import SHARDED_STACK
 from megatron_mtp.model.build import AttachingBuilder, Specs
 from megatron_mtp.model.latent_attention import PLAIN_QUERIES
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.recurrent import PortableGatedDeltaNet, PortableMamba
-from megatron_mtp.model.specs import with_modules, with_portable_modules
+from megatron_mtp.model.specs import with_portable_modules
+from megatron_mtp.model.swapped import with_modules
 
 
 class PortableStack(HybridStack):
@@ -79,9 +80,9 @@ def stack_spec(config: TransformerConfig) -> ModuleSpec:
     use_te = config.transformer_impl == "transformer_engine"
     submodules = _te_submodules(config) if use_te else _local_submodules(config)
     swaps: dict[Any, Any] = {}
-    if not runtime.mamba_works():
+    if not machine.mamba_works():
         swaps[MambaMixer] = PortableMamba
-    if not runtime.delta_rule_works():
+    if not machine.delta_rule_works():
         swaps[GatedDeltaNet] = PortableGatedDeltaNet
     submodules = with_modules(submodules, swaps)
     if use_te:

@@ -18,6 +18,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_mtp.data.batch import DepthBatch
+from megatron_mtp.megatron.checkpoint import ABSENT
 from megatron_mtp.model.chain import DepthInputs, chain, padding_mask
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.mixing import mixer_of
@@ -152,8 +153,6 @@ class MultiTokenPredictionBlock(MegatronModule):
         """
         entries = self.entries(prefix, sharded_offsets, metadata)
         if self.absent:
-            from megatron_mtp.megatron.patches.saving import ABSENT  # a model with attached layers needs no patches
-
             for name, entry in entries.items():
                 if name.removeprefix(prefix).startswith(self.absent):
                     entry.key = ABSENT + entry.key

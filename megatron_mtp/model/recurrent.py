@@ -38,7 +38,7 @@ from torch.nn.functional import pad, rms_norm, silu, softplus
 
 from megatron_mtp.data.batch import positions_of_ranks
 from megatron_mtp.model.packed_rows import bounds_of, offsets_of
-from megatron_mtp.model.specs import having
+from megatron_mtp.model.swapped import having
 
 CHUNK = 64
 """Positions of a chunk: a larger one has larger matrices within chunks, and fewer steps between chunks."""

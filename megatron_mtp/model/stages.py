@@ -7,9 +7,9 @@ a stage for the heads       `|m|L` in a layout: the stage sends the states of tr
 schedule plans              --overlap-moe-expert-parallel-comm splits the forward into parts: schedule_plan.py
 
 This is why `TrainedStage` and `Attached` are two classes. They share the hooks, the output layer and the drafts
-(attachment.py), the hidden states for drafters (here), and the loss of a head (../losses/objective.py). A stage of a
-run computes its objective in the forward, sends states to later stages, and may have a frozen trunk. A custom loop asks
-for the loss after a forward, may run other forwards in between, and keeps Megatron's own MTP block in its model.
+(attachment.py), the hidden states for drafters (here), and the loss of a head (../losses/head_objective.py). A stage of
+a run computes its objective in the forward, sends states to later stages, and may have a frozen trunk. A custom loop
+asks for the loss after a forward, may run other forwards in between, and keeps Megatron's own MTP block in its model.
 
 Letters in names: S sequence, B batch, H hidden, X concatenated states of several layers.
 """
@@ -67,34 +67,3 @@ class ReadStates:
         """Return the states [S, B, H] by layer number, in ascending order, and forget them."""
         taken, self.after = dict(sorted(self.after.items())), {}
         return taken
-
-
-class PassedStates:
-    """Hooks that pass states for a drafter on the last stage through an earlier stage of Megatron's own class.
-
-    Args:
-        model: the stage.
-        numbers: numbers of the layers that the drafter reads.
-    """
-
-    def __init__(self, model: Any, numbers: tuple[int, ...]) -> None:
-        self._read = ReadStates(model, numbers)
-        model.register_forward_pre_hook(self._receive)
-        model.register_forward_hook(self._send)
-
-    def _receive(self, model: Any, _: Any) -> None:
-        self._read.begin(model)
-
-    def _send(self, _: Any, __: Any, hidden_SBH: Tensor) -> Tensor:
-        return self._read.sent(hidden_SBH)
-
-
-def as_one(hidden_SBH: Tensor, states: list[Tensor]) -> Tensor:
-    """Join the states of the trunk and the MTP layers, if any, as the output of a stage for the heads."""
-    return torch.cat([hidden_SBH, *states]) if states else hidden_SBH
-
-
-def apart(whole: Tensor, depths: int) -> tuple[Tensor, list[Tensor]]:
-    """Split the output of such a stage into the states of the trunk and of the MTP layers."""
-    hidden_SBH, *states = whole.chunk(1 + depths)
-    return hidden_SBH, states

@@ -23,6 +23,7 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayer,
     get_mtp_layer_spec_for_backend,
 )
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -34,7 +35,7 @@ from megatron_mtp.model.head import Head
 from megatron_mtp.model.mixing import mixer_of
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.shared_embedding import attach_embedding
-from megatron_mtp.model.specs import with_portable_modules
+from megatron_mtp.model.swapped import with_modules
 from megatron_mtp.model.trunk_output import AttentionInputs, TrunkOutput, is_detached
 from megatron_mtp.spec import attached
 
@@ -291,7 +292,8 @@ def _new_block(chunk: Any, depths: int, block: str) -> MultiTokenPredictionBlock
 
     def portable(spec: Any) -> Any:
         norm = getattr(chunk.decoder, "final_layernorm", None) or getattr(chunk.decoder, "final_norm", None)
-        return with_portable_modules(spec, config) if isinstance(norm, PortableNorm) else spec
+        # layers are the trunk's own; Megatron chooses the norms around them
+        return with_modules(spec, {WrappedTorchNorm: PortableNorm}) if isinstance(norm, PortableNorm) else spec
 
     if not hasattr(chunk, "hybrid_stack_spec"):
         layers = chunk.transformer_layer_spec

@@ -13,7 +13,7 @@ from megatron_mtp.megatron.checkpoint import DRAFTER
 from megatron_mtp.megatron.patterns import symbols_of_a_layer
 from megatron_mtp.model.heads import BLOCKS, DraftHeads, HeadPlan
 from megatron_mtp.model.initialize import draw_anew
-from megatron_mtp.model.stages import PassedStates
+from megatron_mtp.model.passed_states import PassedStates
 from megatron_mtp.model.stock import as_trunk
 from megatron_mtp.spec.attention import AttentionSizes, LatentSizes
 from megatron_mtp.spec.config import MTPConfig

@@ -20,9 +20,10 @@ from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.frozen import answer_with_zeros, freeze_trunk, trunk_modules
 from megatron_mtp.model.heads import DraftHeads
 from megatron_mtp.model.mtp_block import MultiTokenPredictionBlock
+from megatron_mtp.model.passed_states import apart, as_one
 from megatron_mtp.model.shared_embedding import attach_embedding
 from megatron_mtp.model.stage_output import Drafted, StageOutput
-from megatron_mtp.model.stages import ReadStates, apart, as_one
+from megatron_mtp.model.stages import ReadStates
 from megatron_mtp.model.trunk_output import AttentionInputs, TrunkOutput
 
 Objective = Callable[[StageOutput], Any]

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field, fields, replace
 from math import inf
 from typing import Any
 
-from megatron_mtp.spec.config import DRAFTER_SETTINGS, HEADS, MTPConfig, module_of
+from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.head import HEADS, module_of
 from megatron_mtp.spec.kinds import kind_of
 
 READ = {
-    *DRAFTER_SETTINGS,
-    *("drafter", "drafter_steps", "drafter_blocks", "mtp_draft_vocab_file"),
+    *(one.name for one in fields(MTPConfig) if one.name.startswith("drafter")),
     *("mtp_loss", "mtp_loss_mix", "mtp_temperature", "mtp_lk_eta", "mtp_label_smoothing", "mtp_z_loss"),
-    *("mtp_loss_weights", "mtp_train_only"),
+    *("mtp_loss_weights", "mtp_train_only", "mtp_draft_vocab_file"),
 }
 """Settings of all attached heads: drafter, loss, temperature, weights, and whether only the head is trained."""
 

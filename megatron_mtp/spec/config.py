@@ -5,42 +5,32 @@ and stay in Megatron's TransformerConfig; this module has only the settings that
 """
 
 import math
-from argparse import Namespace
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from megatron_mtp.spec.attention import SIZE_SETTINGS, LatentSizes, parsed_scaling
-from megatron_mtp.spec.head import drafts_of
+from megatron_mtp.spec.attention import LatentSizes, parsed_scaling
 from megatron_mtp.spec.kinds import (
-    BLOCK_LAYERS,
-    BLOCKS,
     DRAFTERS,
-    GRU_SIZE,
-    MARKOV_RANK,
+    FROM_0,
+    FROM_1,
     STEPS,
     DrafterKind,
+    Range,
+    Setting,
     readers_of,
+    settings_of_kinds,
 )
 
 ARCHITECTURES = ("sequential", "parallel")
 INITS = ("random", "last-layer")
-DRAFTER_SETTINGS = (
-    *("drafter", "drafter_layers", "drafter_ffn_hidden_size"),
-    *("drafter_num_layers", "drafter_mask_token", "drafter_markov_rank", "drafter_gru_size"),
-    *(*SIZE_SETTINGS, "drafter_idle_rows"),
-    *("drafter_window_size", "drafter_full_layers", "drafter_causal", "drafter_softmax_type"),
-    "drafter_norm_before_residual",
-)
-"""Settings that determine the architecture of a drafter."""
+OF_KINDS = settings_of_kinds()
+"""Settings that only some kinds of drafters read."""
 
 SHARED_KEYS = ("mtp_repeated_layer_shares_kv", "mtp_repeated_layer_first_pass_kv")
 """Settings that let later passes of a repeated layer attend to pass 1's keys and values."""
-
-BESIDE_MTP = "drafter_beside_mtp"
-"""Argument that is true if a drafter is trained together with MTP layers rather than instead of them."""
 
 COLDEST, HOTTEST = 0.01, 100.0
 """Temperature limits: below, a distribution collapses to one token in float32; above, it is uniform."""
@@ -57,13 +47,6 @@ def _cosine(first: float, final: float, progress: float) -> float:
 
 SCHEDULES: dict[str, Callable[[float, float, float], float]] = {"step": _step, "cosine": _cosine}
 """Schedules of lambda from a first to a final value, as progress goes from 0 to 1. To add a schedule, add a row."""
-
-
-Range = tuple[str, Callable[[float], bool]]
-"""Description of the allowed numbers, and a function that checks a number."""
-
-FROM_0: Range = "0 or more", lambda number: 0 <= number < math.inf
-FROM_1: Range = "1 or more", lambda number: number >= 1
 
 
 def _flag[T](
@@ -91,9 +74,28 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _declared(name: str, setting: Setting) -> Any:
+    """Return the field of a setting that rows of kinds declare; its value is None where none is given."""
+    text = setting.help.replace("{kinds}", _readers(name))
+    if setting.value_type is bool:
+        return _flag(None, text, action="store_true")
+    described = {"type": setting.value_type, "metavar": setting.metavar, "nargs": "+" if setting.is_list else None}
+    return _flag(None, text, setting.allowed, setting.choices, **described)
+
+
+SettingsOfKinds: Any = make_dataclass(
+    "SettingsOfKinds", [(name, Any, _declared(name, setting)) for name, setting in OF_KINDS.items()], frozen=True
+)
+"""A field for every setting of `OF_KINDS`."""
+
+
 @dataclass(frozen=True)
-class MTPConfig:
+class MTPConfig(SettingsOfKinds):
     """Settings that `pretrain_gpt.py` adds to Megatron's flags. Each field is a flag.
+
+    The fields below are shared by all runs or all drafters. Settings that only some kinds of drafters read are declared
+    in the rows of these kinds, and the base class makes fields of them: so whatever lists, checks, copies or compares
+    fields includes them, also those of other packages.
 
     `megatron_mtp.losses.table` checks the name of the loss and `mtp_loss_mix`.
 
@@ -133,7 +135,6 @@ class MTPConfig:
         "run.json. Default: neither is written.",
         metavar="DIR",
     )
-
     mtp_draft_prompts: Sequence[str] | None = _flag(
         None,
         "At evaluations, also draft for the first N prompts (default: 8) of this JSON-lines file and log the accepted "
@@ -349,71 +350,6 @@ class MTPConfig:
         allowed=FROM_1,
         metavar="W",
     )
-    drafter_full_layers: Sequence[int] | None = _flag(
-        None,
-        "Layers of a block drafter, counted from 1, that attend to all positions in spite of "
-        "--drafter-window-size. Default: none.",
-        type=int,
-        nargs="+",
-        metavar="N",
-    )
-    drafter_causal: int | None = _flag(
-        None,
-        "Attention within a block: 0 is bidirectional, 1 is causal, 2 is causal in windowed layers only, as "
-        "in speculators. Default: 0.",
-        allowed=("0, 1 or 2", lambda number: number in (0, 1, 2)),
-        metavar="N",
-    )
-    drafter_softmax_type: str | None = _flag(
-        None,
-        "'learnable' adds a trained attention sink to each head of a block drafter. Default: vanilla.",
-        choices=("vanilla", "learnable"),
-    )
-    drafter_num_layers: int | None = _flag(
-        None, f"Layers of a block drafter. Default: {BLOCK_LAYERS}.", allowed=FROM_1, metavar="N"
-    )
-    drafter_mask_token: int | None = _flag(
-        None,
-        "Token id whose embedding stands at the positions of a block that are to be drafted. Default: the "
-        "last id of the vocabulary.",
-        allowed=FROM_0,
-        metavar="ID",
-    )
-    drafter_markov_rank: int | None = _flag(
-        None,
-        f"Rank of the bias from the previous token in {_readers('drafter_markov_rank')}; in domino, from all tokens "
-        f"before in the block. Default: {MARKOV_RANK}.",
-        allowed=FROM_1,
-        metavar="R",
-    )
-    drafter_gru_size: int | None = _flag(
-        None,
-        f"Size of the recurrent state over the tokens of a block in {_readers('drafter_gru_size')}. "
-        f"Default: {GRU_SIZE}.",
-        allowed=FROM_1,
-        metavar="G",
-    )
-    drafter_idle_rows: int | None = _flag(
-        None,
-        "1: the newest token's row drafts nothing, and masks draft their own positions (sample_from_anchor "
-        "false). Default: 0, every row drafts the next token.",
-        allowed=("0 or 1", lambda number: number in (0, 1)),
-        metavar="N",
-    )
-    drafter_norm_before_residual: int | None = _flag(
-        None,
-        f"1: the residual path of {_readers('drafter_norm_before_residual')} carries the normalized feature, as in "
-        "speculators. Default: 0, the feature itself.",
-        allowed=("0 or 1", lambda number: number in (0, 1)),
-        metavar="N",
-    )
-    drafter_blocks: int | None = _flag(
-        None,
-        "Blocks (anchors) per sequence on which a block drafter is trained, redrawn every step. "
-        f"Default: {BLOCKS}, at most one per position.",
-        allowed=FROM_1,
-        metavar="A",
-    )
     mtp_linear_ce_main: bool = _flag(
         False,
         "Compute the trunk's loss in chunks of tokens too, so that its logits are never all in memory. "
@@ -423,12 +359,13 @@ class MTPConfig:
     def __post_init__(self) -> None:
         for one in fields(self):
             value, allowed, choices = getattr(self, one.name), one.metadata["allowed"], one.metadata["choices"]
-            if value is not None and choices and value not in choices:
+            if value is None:
+                continue
+            if choices and value not in choices:
                 raise ValueError(f"{flag_of(one.name)} is '{value}'; choose one of {', '.join(choices)}.")
-            if value is not None and allowed and not allowed[1](value):
+            if allowed and not allowed[1](value):
                 raise ValueError(f"{flag_of(one.name)} is {value}; give {allowed[0]}.")
-            readers = readers_of(one.name)
-            if one.name.startswith("drafter_") and value is not None and self.drafter not in readers:
+            if one.name.startswith("drafter_") and self.drafter not in (readers := readers_of(one.name)):
                 given = "without --drafter" if self.drafter is None else f"with --drafter {self.drafter}"
                 kinds = " or ".join(filter(None, (", ".join(readers[:-1]), readers[-1])))
                 raise ValueError(f"{flag_of(one.name)} was given {given}; give --drafter {kinds}, or drop it.")
@@ -527,6 +464,10 @@ class MTPConfig:
         return numbers
 
 
+if taken := sorted(OF_KINDS.keys() & MTPConfig.__annotations__.keys()):
+    raise ValueError(f"{flag_of(taken[0])} is a flag of all drafters; rename the setting of {_readers(taken[0])}.")
+
+
 def loss_parts(given: str, flag: str = "--mtp-loss") -> list[tuple[str, float]]:
     """Return the losses of a flag in order, each with its fraction of the training steps; a single loss has 1.
 
@@ -542,77 +483,6 @@ def loss_parts(given: str, flag: str = "--mtp-loss") -> list[tuple[str, float]]:
         f"{flag} is '{given}'; give one loss, or several with their parts of the training steps, numbers above 0 that "
         "add up to 1, as in lk:0.7,e2e_tv:0.3."
     )
-
-
-def trained_depths(args: Namespace) -> int:
-    """Return the number of depths: the passes of a repeated layer, otherwise --mtp-num-layers."""
-    if not args.mtp_num_layers:
-        return 0
-    passes: int | None = getattr(args, "mtp_unroll", None)
-    return passes or int(args.mtp_num_layers)
-
-
-def drafted_steps(args: Namespace) -> int:
-    """Return the number of tokens that a drafter trained with MTP layers learns to draft; 0 without one."""
-    return drafts_of(vars(args)) if stands_beside(args) else 0
-
-
-def stands_beside(args: Namespace) -> bool:
-    """Return whether a drafter is trained together with MTP layers."""
-    return getattr(args, "drafter", None) is not None and getattr(args, BESIDE_MTP, False)
-
-
-# --- draft heads -----------------------------------------------------------------------------------------------------
-#
-# Heads that draft on a trunk: MTP layers, a drafter, or both, in this order.
-
-HEADS = {"mtp": "mtp", "drafter_block": "drafter"}
-"""Module names of draft heads, with their prefix in metrics; a drafter without MTP layers is `mtp` too."""
-
-
-def is_head(module: str) -> bool:
-    """Return whether a module with this name is a draft head, including drafters named by `attach`."""
-    return module in HEADS or module.startswith("drafter_")
-
-
-def module_of(head: str) -> str:
-    """Return the module name of an attached head."""
-    return head if head in HEADS else f"drafter_{head}"
-
-
-@dataclass(frozen=True)
-class HeadSettings:
-    """A draft head of a run or a model.
-
-    Attributes:
-        name: name of its module, a key of `HEADS`.
-        settings: architecture and training settings.
-        depths: number of tokens that it drafts.
-        has_lambda: whether its loss is weighted with lambda and trains the output layer like the trunk's loss. False
-            for a drafter trained with MTP layers.
-    """
-
-    name: str
-    settings: MTPConfig
-    depths: int
-    has_lambda: bool = True
-
-
-def heads_of(settings: MTPConfig, depths: int, steps: int) -> list[HeadSettings]:
-    """Return the draft heads of a run or a model.
-
-    Args:
-        settings: settings of all heads.
-        depths: number of depths of the first head (`trained_depths`); 0 if there are no heads.
-        steps: number of tokens that a drafter trained with MTP layers drafts (`drafted_steps`); 0 without one.
-    """
-    first, *others = HEADS
-    if not depths:
-        return []
-    if not steps:
-        return [HeadSettings(first, settings, depths)]
-    own, drafter = settings.apart()
-    return [HeadSettings(first, own, depths), HeadSettings(others[0], drafter, steps, has_lambda=False)]
 
 
 def number_of(text: str) -> float:

@@ -1,4 +1,6 @@
-"""HeadSpec: the complete description of a drafter. All defaults are filled in and all settings checked here.
+"""Draft heads: the complete description of a drafter, and which heads a run has.
+
+HeadSpec describes a drafter. All defaults are filled in and all settings checked here:
 
     HeadSpec.resolve("dflash", {"drafter_steps": 4}, trunk)
 
@@ -6,12 +8,20 @@ Flags, checkpoint arguments and model settings pass what they have, by flag name
 serving read the resolved description.
 """
 
+from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_mtp.spec.attention import AttentionSizes, own_sizes, size_settings, windows_of
-from megatron_mtp.spec.kinds import DRAFTERS, STEPS, DrafterKind, kind_of
+from megatron_mtp.spec.attention import SIZE_SETTINGS, AttentionSizes, own_sizes, size_settings, windows_of
+from megatron_mtp.spec.config import OF_KINDS, MTPConfig
+from megatron_mtp.spec.kinds import DRAFTERS, DrafterKind, drafts_of, kind_of, settings_of_kinds
+
+DRAFTER_SETTINGS = (
+    *("drafter", "drafter_layers", "drafter_ffn_hidden_size", "drafter_window_size", *SIZE_SETTINGS),
+    *(name for name, setting in OF_KINDS.items() if setting.is_kept),
+)
+"""Settings that determine the architecture of a drafter."""
 
 
 @dataclass(frozen=True)
@@ -37,43 +47,27 @@ class TrunkSpec:
 class HeadSpec:
     """A drafter with a value for every setting.
 
+    Properties such as `idle_rows` have values of `own` that code for many kinds reads.
+
     Attributes:
         kind: a name of `kinds.DRAFTERS`.
         drafts: number of tokens that it drafts, or was trained to draft.
         layers: numbers of the trunk layers that it reads, from 1; empty if it reads the last hidden state.
-        depth: number of its own layers.
         ffn: hidden size of its MLPs.
         attention: sizes and positions of its attention.
         vocabulary: number of tokens of the trunk.
-        mask_token: token whose embedding fills the block positions to draft; None for drafters without blocks.
-        markov_rank: rank of the bias that depends on the previous token, or on all previous tokens of the block; None
-            if there is no bias.
-        gru_size: state size of a bias that depends on all previous tokens; None if there is none.
-        idle_rows: number of rows at the start of a block that draft nothing.
         window: number of positions that its layers attend to; None for all.
-        full_layers: numbers of the layers, from 1, that attend to all positions even if there is a window.
-        causal: value of --drafter-causal: 1 if rows of a block attend only to earlier rows, 2 if only windowed layers
-            do so.
-        has_sinks: whether every attention head has a sink with a trained score.
-        norm_before_residual: whether an EAGLE-3 layer adds its residual to the normalized feature.
+        own: values of the settings that the row of its kind declares, by name.
     """
 
     kind: str
     drafts: int
     layers: tuple[int, ...]
-    depth: int
     ffn: int
     attention: AttentionSizes
     vocabulary: int
-    mask_token: int | None
-    markov_rank: int | None
-    gru_size: int | None
-    idle_rows: int
     window: int | None
-    full_layers: tuple[int, ...]
-    causal: int
-    has_sinks: bool
-    norm_before_residual: bool
+    own: Mapping[str, Any] = field(hash=False)
 
     @classmethod
     def resolve(cls, kind: str, given: Mapping[str, Any], trunk: TrunkSpec) -> "HeadSpec":
@@ -88,27 +82,51 @@ class HeadSpec:
             ValueError: the trunk does not support such a drafter, or settings contradict each other.
         """
         row = kind_of(kind)
-        numbers = own_numbers(row, given)
+        own = row.own(given)
+        if "drafter_mask_token" in own:
+            own["drafter_mask_token"] = _mask_token(own["drafter_mask_token"], trunk.vocabulary)
         made = cls(
             kind=kind,
             drafts=drafts_of(given),
             layers=layers_of(row, given, trunk.layers),
-            depth=numbers["drafter_num_layers"] or 1,
             ffn=given.get("drafter_ffn_hidden_size") or trunk.ffn,
             attention=own_sizes(trunk.hidden, trunk.attention, given),
             vocabulary=trunk.vocabulary,
-            mask_token=_mask_token(given, trunk.vocabulary) if row.fills_blocks else None,
-            markov_rank=numbers["drafter_markov_rank"],
-            gru_size=numbers["drafter_gru_size"],
-            idle_rows=_or(given.get("drafter_idle_rows"), row.idle_rows),
             window=given.get("drafter_window_size"),
-            full_layers=tuple(given.get("drafter_full_layers") or ()),
-            causal=given.get("drafter_causal") or 0,
-            has_sinks=given.get("drafter_softmax_type") == "learnable",
-            norm_before_residual=bool(given.get("drafter_norm_before_residual")),
+            own=own,
         )
         _ = made.windows  # refused where its layers cannot have them
         return made
+
+    @property
+    def depth(self) -> int:
+        """Number of its own layers."""
+        return int(self.own.get("drafter_num_layers", 1))
+
+    @property
+    def mask_token(self) -> int | None:
+        """Token whose embedding fills the block positions to draft; None for drafters without blocks."""
+        return self.own.get("drafter_mask_token")
+
+    @property
+    def idle_rows(self) -> int:
+        """Number of rows at the start of a block that draft nothing."""
+        return int(self.own.get("drafter_idle_rows", DRAFTERS[self.kind].idle_rows))
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers, from 1, that attend to all positions even if there is a window."""
+        return tuple(self.own.get("drafter_full_layers", ()))
+
+    @property
+    def causal(self) -> int:
+        """1 if rows of a block attend only to earlier rows, 2 if only those of windowed layers do so, 0 otherwise."""
+        return int(self.own.get("drafter_causal", 0))
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether every attention head has a sink with a trained score."""
+        return self.own.get("drafter_softmax_type") == "learnable"
 
     @property
     def windows(self) -> tuple[tuple[int, int] | None, ...]:
@@ -117,39 +135,18 @@ class HeadSpec:
         return windows_of(self.window, self.full_layers, self.causal, self.depth, sees_ahead)
 
     def arguments(self, trunk: TrunkSpec) -> dict[str, Any]:
-        """Settings to store in a checkpoint, by flag name; None where the default applies."""
-        row = DRAFTERS[self.kind]
-        own = {
-            "drafter_num_layers": self.depth,
-            "drafter_mask_token": self.mask_token,
-            "drafter_markov_rank": self.markov_rank,
-            "drafter_gru_size": self.gru_size,
-            "drafter_idle_rows": None if self.idle_rows == row.idle_rows else self.idle_rows,
-            "drafter_full_layers": [*self.full_layers] or None,
-            "drafter_causal": self.causal or None,
-            "drafter_softmax_type": "learnable" if self.has_sinks else None,
-            "drafter_norm_before_residual": int(self.norm_before_residual) or None,
-        }
+        """Settings to store in a checkpoint, by flag name; None where the default applies, or the kind has none."""
+        declared = DRAFTERS[self.kind].settings
         return {
             "drafter": self.kind,
             "drafter_layers": [*self.layers] or None,
             "drafter_steps": self.drafts,
             "drafter_window_size": self.window,
             "drafter_ffn_hidden_size": None if self.ffn == trunk.ffn else self.ffn,
-            **{name: value if name in row.settings else None for name, value in own.items()},
+            **{name: None for name, setting in settings_of_kinds().items() if setting.is_kept},
+            **{name: declared[name].stored(value) for name, value in self.own.items()},
             **size_settings(self.attention, trunk.hidden, trunk.attention),
         }
-
-
-def drafts_of(given: Mapping[str, Any]) -> int:
-    """Return the number of tokens that a drafter learns to draft."""
-    return int(given.get("drafter_steps") or STEPS)
-
-
-def own_numbers(row: DrafterKind, given: Mapping[str, Any]) -> dict[str, int | None]:
-    """Return the number of drafter layers and the sizes of its bias, by flag name; None where the kind has none."""
-    names = "drafter_num_layers", "drafter_markov_rank", "drafter_gru_size"
-    return {name: given.get(name) or row.settings.get(name) for name in names}
 
 
 def layers_of(row: DrafterKind, given: Mapping[str, Any], layers: int) -> tuple[int, ...]:
@@ -158,13 +155,13 @@ def layers_of(row: DrafterKind, given: Mapping[str, Any], layers: int) -> tuple[
     Raises:
         ValueError: the drafter cannot read these layers of a trunk of this depth.
     """
-    chosen = given.get("drafter_layers") or row.default_layers(layers, own_numbers(row, given)["drafter_num_layers"])
+    chosen = given.get("drafter_layers") or row.default_layers(layers, row.own(given).get("drafter_num_layers"))
     row.check_layers(tuple(chosen), layers)
     return tuple(chosen)
 
 
-def _mask_token(given: Mapping[str, Any], vocabulary: int) -> int:
-    mask: int = _or(given.get("drafter_mask_token"), vocabulary - 1)
+def _mask_token(given: int | None, vocabulary: int) -> int:
+    mask = vocabulary - 1 if given is None else given
     if mask >= vocabulary:
         raise ValueError(
             f"--drafter-mask-token is {mask}, and the vocabulary has {vocabulary} tokens; give one of those."
@@ -172,5 +169,73 @@ def _mask_token(given: Mapping[str, Any], vocabulary: int) -> int:
     return mask
 
 
-def _or[T](value: T | None, usual: T) -> T:
-    return usual if value is None else value
+# --- draft heads of a run ---------------------------------------------------------------------------------------------
+
+BESIDE_MTP = "drafter_beside_mtp"
+"""Argument that is true if a drafter is trained together with MTP layers rather than instead of them."""
+
+HEADS = {"mtp": "mtp", "drafter_block": "drafter"}
+"""Module names of draft heads, with their prefix in metrics; a drafter without MTP layers is `mtp` too."""
+
+
+def is_head(module: str) -> bool:
+    """Return whether a module with this name is a draft head, including drafters named by `attach`."""
+    return module in HEADS or module.startswith("drafter_")
+
+
+def module_of(head: str) -> str:
+    """Return the module name of an attached head."""
+    return head if head in HEADS else f"drafter_{head}"
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """A draft head of a run or a model.
+
+    Attributes:
+        name: name of its module, a key of `HEADS`.
+        settings: architecture and training settings.
+        depths: number of tokens that it drafts.
+        has_lambda: whether its loss is weighted with lambda and trains the output layer like the trunk's loss. False
+            for a drafter trained with MTP layers.
+    """
+
+    name: str
+    settings: MTPConfig
+    depths: int
+    has_lambda: bool = True
+
+
+def heads_of(settings: MTPConfig, depths: int, steps: int) -> list[HeadSettings]:
+    """Return the draft heads of a run or a model.
+
+    Args:
+        settings: settings of all heads.
+        depths: number of depths of the first head (`trained_depths`); 0 if there are no heads.
+        steps: number of tokens that a drafter trained with MTP layers drafts (`drafted_steps`); 0 without one.
+    """
+    first, *others = HEADS
+    if not depths:
+        return []
+    if not steps:
+        return [HeadSettings(first, settings, depths)]
+    own, drafter = settings.apart()
+    return [HeadSettings(first, own, depths), HeadSettings(others[0], drafter, steps, has_lambda=False)]
+
+
+def trained_depths(args: Namespace) -> int:
+    """Return the number of depths: the passes of a repeated layer, otherwise --mtp-num-layers."""
+    if not args.mtp_num_layers:
+        return 0
+    passes: int | None = getattr(args, "mtp_unroll", None)
+    return passes or int(args.mtp_num_layers)
+
+
+def drafted_steps(args: Namespace) -> int:
+    """Return the number of tokens that a drafter trained with MTP layers learns to draft; 0 without one."""
+    return drafts_of(vars(args)) if stands_beside(args) else 0
+
+
+def stands_beside(args: Namespace) -> bool:
+    """Return whether a drafter is trained together with MTP layers."""
+    return getattr(args, "drafter", None) is not None and getattr(args, BESIDE_MTP, False)

@@ -2,7 +2,8 @@
 
 run.py               one run: arguments, model configuration, and Megatron's pretrain() with hooks for steps,
                      evaluations and checkpoints
-flags.py             flags of the MTP layers, for any parser of Megatron's flags, and flags from a YAML file (--config)
+flags.py             flags of the MTP layers, for any parser of Megatron's flags
+config_file.py       flags from a YAML file (--config)
 arguments.py         Megatron's parser with our flags and those of this machine, and the order of all checks
 needed.py            flags that a run requires
 recipe.py            flags of published recipes (--recipe), from the YAML files of recipes/
@@ -10,7 +11,10 @@ settings.py          arguments that are derived from others
 checks.py            rejected flags: ours, those that Megatron silently ignores, those that crash it
 startup.py           startup errors: one sentence on the terminal, the traceback in a log file
 loading.py           checks of the checkpoint to load; the draft vocabulary, from the checkpoint or the flags
-datasets.py          Megatron's data sets, by Megatron's flags; data sets of responses; packed chats
+datasets.py          Megatron's data sets, by Megatron's flags; the kinds of data
+texts.py             rows of text, of responses alone, and the same rows in every run
+chats.py             rows of packed chats
+given_chats.py       chats of --chat, made into a data set before the first step
 forward_step.py      the forward step for Megatron's schedules: batch, model, loss function
 reading_stages.py    which pipeline stages read batches, and which entries
 row_keys.py          the rows of a microbatch, identified by digests of their content
@@ -23,6 +27,8 @@ disk.py              free space for checkpoints on the disk of --save
 contexts.py          acceptance counts by context length
 documents.py         acceptance counts by document, gathered over ranks and grouped by source
 run_files.py         metrics.jsonl, continued when a run resumes; run.json, how the run was started; documents.json
+read_runs.py         the same files, read for reports and comparisons
 short_log.py         console output: a short log on the terminal, Megatron's output in a log file
+quiet.py             sends the output of Megatron and its libraries there
 megatron_lm.py       two changed lines for Megatron-LM's training script
 """

@@ -17,17 +17,17 @@ from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 
 from megatron_mtp.losses.table import check_loss
-from megatron_mtp.megatron import cpu
 from megatron_mtp.megatron.checkpoint.catalogue import CATALOGUE
 from megatron_mtp.megatron.checkpoint.reader import DistReader
+from megatron_mtp.megatron.machine import fuses_weight_gradients, transformer_engine_works
 from megatron_mtp.megatron.model_arguments import MODEL_ARGUMENTS
 from megatron_mtp.megatron.parser import APEX, CUDA, TE, flags_without
 from megatron_mtp.megatron.patterns import without_stages
-from megatron_mtp.megatron.runtime import fuses_weight_gradients, transformer_engine_works
 from megatron_mtp.model.arguments import MTPModelConfig, check_trainable, config_of
-from megatron_mtp.spec.config import BESIDE_MTP, MTPConfig, drafted_steps, heads_of, trained_depths
+from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.head import BESIDE_MTP, drafted_steps, heads_of, trained_depths
 from megatron_mtp.training.checks import check_data, check_flags, check_hub, check_ranges, check_supported, check_trunk
-from megatron_mtp.training.datasets import make_chats, reads_chats
+from megatron_mtp.training.datasets import OF_CHAT_FLAGS, reads_chats
 from megatron_mtp.training.flags import add_mtp_arguments
 from megatron_mtp.training.loading import check_load, plan_load
 from megatron_mtp.training.needed import OF_A_MODEL, OF_A_RUN, OF_DATA, Needed, check_needed
@@ -95,13 +95,16 @@ def set_connections(argv: list[str]) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def parse_checked_args() -> tuple[Namespace, MTPModelConfig]:
-    """Parse, check and validate `sys.argv`. Sets Megatron's global arguments and tokenizer."""
+def parse_checked_args(on_cpu: bool = False) -> tuple[Namespace, MTPModelConfig]:
+    """Parse, check and validate `sys.argv`. Sets Megatron's global arguments and tokenizer.
+
+    With `on_cpu`, flags that need a CUDA device are refused.
+    """
     args = parse_run_args(needed=(*OF_A_MODEL, *OF_A_RUN, *OF_DATA))
-    if cpu.installed():
+    if on_cpu:
         check_device_flags(args)
     if args.chat is not None:
-        make_chats(args)
+        OF_CHAT_FLAGS["chat"](args)
     if args.rank == 0:
         check_data(args, true_vocab_size(args))
     leave_out_evaluations(args)

@@ -25,16 +25,12 @@ from megatron.training.checkpointing import checkpoint_exists
 
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
 from megatron_mtp.megatron.flags import RANGES, UNSUPPORTED
+from megatron_mtp.megatron.machine import transformer_engine_works
 from megatron_mtp.megatron.model_arguments import MODEL_ARGUMENTS
 from megatron_mtp.megatron.patterns import RECURRENT
-from megatron_mtp.megatron.runtime import transformer_engine_works
-from megatron_mtp.spec.config import (
-    MTPConfig,
-    drafted_steps,
-    flag_of,
-    trained_depths,
-)
-from megatron_mtp.training.datasets import counted_part, example, read_answers
+from megatron_mtp.spec.config import MTPConfig, flag_of
+from megatron_mtp.spec.head import drafted_steps, trained_depths
+from megatron_mtp.training.datasets import KINDS, OF_CHAT_FLAGS, kind_of_data
 from megatron_mtp.training.documents import named_prefixes
 from megatron_mtp.training.flags import CHAT_FLAGS
 from megatron_mtp.training.needed import OF_DATA, check_needed
@@ -414,13 +410,9 @@ def check_data(args: Namespace, vocabulary: int) -> None:
     check_data_prefixes(prefixes, vocabulary)
     if args.data_path is not None and args.split is not None:
         check_split(prefixes, args.split)
-    if args.mtp_mask_prompts:
-        for prefix in prefixes:
-            read_answers(prefix)
     if args.tokenizer_model is not None:
         check_tokenizer(prefixes, args.tokenizer_model)
-    if args.reads_chats:
-        for line in (line for prefix in prefixes for line in counted_part(prefix, args.seq_length)):
-            say(f"> {line}")
+    for line in KINDS[kind_of_data(args)].described(prefixes, args):
+        say(line)
     if args.show_example:
-        say(example(prefixes[0], args.tokenizer_model, args.trust_remote_code))
+        OF_CHAT_FLAGS["show_example"](args)

@@ -14,7 +14,7 @@ import torch
 from megatron.core import mpu
 
 from megatron_mtp.common.errors import InputError
-from megatron_mtp.megatron.checkpoint.reader import root_of
+from megatron_mtp.megatron.checkpoint.damage import root_of
 from megatron_mtp.training.short_log import say
 
 MOMENTS = {"adam": 2, "sgd": 1}

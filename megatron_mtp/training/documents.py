@@ -1,4 +1,4 @@
-"""Acceptance counts by document: gathered over the ranks of an evaluation, grouped by source, and printed.
+"""Acceptance counts by document: gathered over the ranks of an evaluation, grouped by source.
 
 In an evaluation's samples, "documents" [S] has the document number of every position (data/sources.py).
 
@@ -14,7 +14,6 @@ from megatron.core import mpu
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
-from megatron_mtp.common.acceptance import EXPECTED_LENGTH, BySource, figures_of
 from megatron_mtp.data.sources import sources_of
 
 Documents = tuple[Tensor, Tensor]
@@ -61,14 +60,3 @@ def by_source(documents: Mapping[int, Any], args: Namespace) -> dict[str, dict[i
     ):
         found.setdefault(source, {})[number] = each
     return dict(sorted(found.items()))
-
-
-def source_table(sources: BySource, title: str = "source") -> str:
-    """Format expected accepted length and acceptance by source, with bootstrap standard errors over documents."""
-    lines = [f"{title:24} documents   {EXPECTED_LENGTH}   acceptance by depth"]
-    for name, documents in sources.items():
-        figures = figures_of(list(documents.values()))
-        rates = " ".join(f"{rate:.1%}" for rate in figures["acceptance"])
-        length = f"{figures[EXPECTED_LENGTH]:.3f} ± {figures['error']:.3f}"
-        lines.append(f"{name[:24]:24} {len(documents):9}   {length:>24}   {rates}")
-    return "\n".join(lines)

@@ -31,21 +31,15 @@ from megatron_mtp.data.batch import (
     positions_of_ranks,
     to_device,
 )
-from megatron_mtp.losses.objective import (
-    HeadObjective,
-    NextTokensObjective,
-    ObjectiveOutput,
-    base_share,
-    depth_weights,
-    kept_positions,
-    scaling_factor,
-    with_draws,
-)
+from megatron_mtp.losses.acceptance import measured
+from megatron_mtp.losses.head_objective import HeadObjective, base_share, depth_weights, with_draws
+from megatron_mtp.losses.objective import NextTokensObjective, ObjectiveOutput, kept_positions, scaling_factor
 from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.model.packed_rows import PackedRows
 from megatron_mtp.model.stage_output import StageOutput
-from megatron_mtp.spec.config import HEADS, HeadSettings, MTPConfig, drafted_steps, heads_of, trained_depths
+from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.head import HEADS, HeadSettings, drafted_steps, heads_of, trained_depths
 from megatron_mtp.training.contexts import numbers_of_contexts
 from megatron_mtp.training.reading_stages import reads_data, reads_everything, reads_packed_rows, reads_positions
 from megatron_mtp.training.row_keys import Rows, keys_of
@@ -216,7 +210,7 @@ class ForwardStep:
                 per_token=args.calculate_per_token_loss,
                 beside_main=trains_trunk and each.head.has_lambda,
                 kept_positions=partial(kept_positions, _fraction(each), (args.seed, step)),
-                measures_acceptance=is_asked_for or not torch.is_grad_enabled(),
+                measure=measured if is_asked_for or not torch.is_grad_enabled() else None,
                 base_share=base_share(each.head.settings, progress),
             )
             for each in self._learners

@@ -18,19 +18,20 @@ from torch import Tensor
 
 from megatron_mtp.data.checks import FILE, SIZE, most_frequent
 from megatron_mtp.megatron.checkpoint.catalogue import FORMAT, read_catalogue
+from megatron_mtp.megatron.checkpoint.damage import read_errors
 from megatron_mtp.megatron.checkpoint.iterations import named_iteration, repair_tracker
 from megatron_mtp.megatron.checkpoint.reader import (
     DistReader,
     absent_layers,
     check_query_norms,
-    read_errors,
     sharding_type,
     stored_depths,
     stored_draft_vocabulary,
 )
 from megatron_mtp.megatron.patterns import trunk_and_depths
 from megatron_mtp.model.draft_vocabulary import tokens_of_file
-from megatron_mtp.spec.config import DRAFTER_SETTINGS, HEADS, MTPConfig, flag_of, stands_beside
+from megatron_mtp.spec.config import MTPConfig, flag_of
+from megatron_mtp.spec.head import DRAFTER_SETTINGS, HEADS, stands_beside
 from megatron_mtp.spec.rope_scaling import scaling_arguments
 from megatron_mtp.training.short_log import say
 

@@ -22,11 +22,7 @@ from megatron.training.config import PretrainConfigContainer
 from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPHybridModelConfig, MTPModelConfig
 from megatron_mtp.model.build import build
-from megatron_mtp.training.arguments import (
-    ArgumentsProvider,
-    checked_model_config,
-    parse_run_args,
-)
+from megatron_mtp.training.arguments import ArgumentsProvider, checked_model_config, parse_run_args
 from megatron_mtp.training.datasets import datasets_provider
 from megatron_mtp.training.run import fit_to_machine, get_embedding_ranks, train
 from megatron_mtp.training.startup import explained

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_mtp.common.acceptance import EXPECTED_LENGTH, RECORD, AcceptanceStats, BySource, record_of
 from megatron_mtp.common.files import written_beside
 from megatron_mtp.megatron.checkpoint import TRACKER
-from megatron_mtp.spec.config import HEADS
+from megatron_mtp.spec.head import HEADS
 from megatron_mtp.spec.kinds import kind_of
 from megatron_mtp.training.best_state import BestState
 from megatron_mtp.training.contexts import by_context
@@ -434,7 +434,7 @@ def _lines(losses: dict[str, float], rates: AcceptanceStats, what: str) -> list[
 
 
 def stats_of(counts_4D: Tensor) -> AcceptanceStats:
-    """Convert the counts of `objective.count_acceptance` to `AcceptanceStats`, which decoding uses too."""
+    """Convert acceptance counts [4, D] (`losses/acceptance.py`) to `AcceptanceStats`, which decoding uses too."""
     offered, reached, accepted = ([int(count) for count in counts] for counts in counts_4D[:3].tolist())
     return AcceptanceStats(
         offered_at=offered, reached_at=reached, accepted_at=accepted, overlap_at=counts_4D[3].tolist()

@@ -26,7 +26,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, MTP_GRAD_NORM_GROUP
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 
-from megatron_mtp.spec.config import is_head, module_of
+from megatron_mtp.spec.head import is_head, module_of
 
 _IS_MTP = ParamWithNamePredicate("mtp", lambda _, name: any(map(is_head, name.split("."))))
 

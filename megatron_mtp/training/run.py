@@ -6,7 +6,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,7 @@ from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
 from megatron.training import get_args, get_timers, pretrain
 from megatron.training import training as loop
-from megatron.training.argument_utils import (
-    core_transformer_config_from_args,
-    pretrain_cfg_container_from_args,
-)
+from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.config import PretrainConfigContainer
 from megatron.training.global_vars import get_signal_handler
 from torch.distributed.checkpoint.api import CheckpointException
@@ -29,13 +26,13 @@ from megatron_mtp.common.files import remove
 from megatron_mtp.losses.objective import scaling_factor
 from megatron_mtp.megatron.checkpoint import TRACKER
 from megatron_mtp.megatron.checkpoint.iterations import keep_tokenizer
-from megatron_mtp.megatron.patches import saving
-from megatron_mtp.megatron.patches.patch import Replace, State, installed, state_of, while_replaced
-from megatron_mtp.megatron.patches.table import CORE, LOOP
+from megatron_mtp.megatron.machine import check_device
+from megatron_mtp.megatron.patches.loop import LOOP
+from megatron_mtp.megatron.patches.patch import CORE, Replace, State, installed, state_of, while_replaced
 from megatron_mtp.megatron.patterns import trunk_and_depths
-from megatron_mtp.megatron.runtime import check_device
 from megatron_mtp.model.shared_embedding import embedding_ranks
-from megatron_mtp.spec.config import MTPConfig, trained_depths
+from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.head import trained_depths
 from megatron_mtp.training.arguments import parse_checked_args, set_connections, set_machine_flags
 from megatron_mtp.training.best_state import BestState, ended_run, evaluates_at, iteration_of
 from megatron_mtp.training.checks import check_precision, check_writable
@@ -59,7 +56,7 @@ def main(argv: list[str], on_cpu: bool, shows_tables: bool = True, measure: Meas
     fit_to_machine(argv, on_cpu)
     program = Path(argv[0]).name
     with explained(program):
-        args, model_config = parse_checked_args()
+        args, model_config = parse_checked_args(on_cpu)
         check_precision(args)
         config = pretrain_cfg_container_from_args(args, model_config)
         if args.save is not None and not args.skip_train and "://" not in args.save:
@@ -126,7 +123,6 @@ def train(
     metrics = Metrics(None if settings.mtp_metrics_dir is None else Path(settings.mtp_metrics_dir), reporter, measure)
     step = ForwardStep(settings, metrics)
     pretrain_arguments.setdefault("get_embedding_ranks", get_embedding_ranks)
-    saving.BEFORE_SAVES[:] = [lambda checkpoint: keep_tokenizer(get_args(), checkpoint)]
     with (
         explained(Path(sys.argv[0]).name, lambda: metrics.has_trained),
         observed(metrics, shows_checkpoints=reporter is not None, settings=settings),
@@ -192,7 +188,7 @@ def join_single_process() -> None:
 # --- Megatron's loop, observed: metrics and short log receive the arguments of its functions -------------------------
 #
 # The loop has no callbacks. It looks its own functions up by name in its module, so wrappers there see every call; the
-# functions are rows of `patches.table.LOOP`.
+# functions are rows of `patches.loop.LOOP`.
 
 
 @contextmanager
@@ -218,6 +214,7 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False, settings: MTPCon
     }
     if settings is not None:
         wrappers["get_megatron_optimizer"] = partial(_optimizers, settings)
+        wrappers["save"] = _with_tokenizer
     wrappers["checkpoint_and_decide_exit"] = partial(_ends, metrics)
     if keeps_best:
         wrappers["checkpoint_and_decide_exit"] = lambda decide: _best_states(metrics, _ends(metrics, decide))
@@ -367,6 +364,18 @@ def with_passes(args: Namespace) -> Namespace:
         trunk, depths = trunk_and_depths(args.hybrid_layer_pattern)
         changes["hybrid_layer_pattern"] = "/".join([trunk, *depths[:1] * passes])
     return Namespace(**{**vars(args), **changes})
+
+
+def _with_tokenizer(save: AnyFunction) -> AnyFunction:
+    """Wrap `dist_checkpointing.save`: the first rank copies the run's tokenizer next to the iterations."""
+
+    @wraps(save)
+    def saved(state: Any, checkpoint_dir: str, *rest: Any, **settings: Any) -> Any:
+        if torch.distributed.get_rank() == 0:
+            keep_tokenizer(get_args(), Path(checkpoint_dir).parent)
+        return save(state, checkpoint_dir, *rest, **settings)
+
+    return saved
 
 
 def _saves(metrics: Metrics, shows: bool, save_checkpoint_and_time: AnyFunction) -> AnyFunction:

@@ -1,4 +1,4 @@
-"""Files in the metrics folder of a run. Reading them does not import torch.
+"""Files that a run writes in its metrics folder; read_runs.py reads them.
 
 metrics.jsonl: one JSON object per line; a resumed run appends to it. `split` is training, validation or test; with
 several data sets, their name is appended, as in validation-code.
@@ -19,7 +19,6 @@ draft was offered, how often all previous ones were accepted, and how often this
 import json
 import os
 import re
-import shlex
 import sys
 from argparse import Namespace
 from contextlib import suppress
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mtp import __version__
-from megatron_mtp.common.acceptance import AcceptanceStats, BySource
+from megatron_mtp.common.acceptance import BySource
 from megatron_mtp.common.files import written_beside
 from megatron_mtp.training.short_log import say
 
@@ -39,33 +38,7 @@ SPLIT = re.compile("training|(validation|test)(-.+)?")
 Row = dict[str, Any]
 
 
-def read_rows(folder: Path) -> list[Row]:
-    """Read the rows of a run's metrics.jsonl, at least one, in file order.
-
-    Raises:
-        ValueError: the file is missing, empty, or has a damaged line.
-    """
-    file = folder / METRICS
-    if not file.is_file():
-        raise ValueError(f"{folder} has no {METRICS}; give a folder that --mtp-metrics-dir named.")
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read ({error}); give a run whose files are whole.") from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if (row := _row(line)) is not None:
-            rows.append(row)
-        elif line.strip():
-            raise ValueError(
-                f"{file} is damaged in line {number}; remove the line, or resume the run, which removes it."
-            )
-    if not rows:
-        raise ValueError(f"{file} is empty; wait for the run's first --log-interval.")
-    return rows
-
-
-def _row(line: str | bytes) -> Row | None:
+def row_of(line: str | bytes) -> Row | None:
     """Parse the row of a line; None for a line that is damaged or was cut short by a kill."""
     try:
         row = json.loads(line)
@@ -86,27 +59,6 @@ def write_documents(folder: Path, iteration: int, sources: BySource) -> None:
     }
     with written_beside(folder / DOCUMENTS) as beside:
         beside.write_text(json.dumps({"iteration": iteration, "sources": counts}))
-
-
-def read_documents(folder: Path) -> BySource:
-    """Read the counts of a folder's documents.json; empty if there is no file.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
-    file = folder / DOCUMENTS
-    if not file.is_file():
-        return {}
-    try:
-        return {
-            source: {
-                int(number): AcceptanceStats(offered_at=offered, reached_at=reached, accepted_at=accepted)
-                for number, (offered, reached, accepted) in documents.items()
-            }
-            for source, documents in json.loads(file.read_text())["sources"].items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged ({error}); remove it, and evaluate again.") from error
 
 
 def append(file: Path, row: str) -> None:
@@ -134,7 +86,7 @@ def drop_rows_after(path: Path, iteration: int, is_evaluated_again: bool = False
         return
     lines = path.read_bytes().splitlines()
     with written_beside(path) as beside:
-        rows = [(line, row) for line in lines if (row := _row(line)) is not None]
+        rows = [(line, row) for line in lines if (row := row_of(line)) is not None]
         last = iteration - 1 if is_evaluated_again else iteration
         kept = [line for line, row in rows if row["iteration"] <= (iteration if row["split"] == "training" else last)]
         beside.write_bytes(b"".join(line + b"\n" for line in kept))
@@ -166,26 +118,3 @@ def write_run_record(folder: Path, args: Namespace) -> None:
             )
     except OSError as error:
         say(f"> {folder / RECORD} cannot be written ({error.strerror}); the run continues without it")
-
-
-def read_run_record(folder: Path) -> dict[str, Any] | None:
-    """Read run.json of a folder; None if there is no such file.
-
-    Raises:
-        ValueError: the file does not have the expected form.
-    """
-    file = folder / RECORD
-    if not file.is_file():
-        return None
-    try:
-        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        for start in record["starts"]:
-            datetime.fromisoformat(start["date"])
-            shlex.join(start["command"])
-            if not isinstance(start["iteration"], int) or not isinstance(start["versions"], dict):
-                raise TypeError("a start has no iteration or no versions")
-        if not record["starts"] or not isinstance(record["arguments"], dict):
-            raise ValueError("it has no starts, or arguments that are not an object")
-    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged ({error}); remove it to go on without it.") from error
-    return record

@@ -10,9 +10,9 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_mtp.data.checks import split_weights
 from megatron_mtp.model.arguments import as_mtp_layers, layers_to_read, trunk_spec
 from megatron_mtp.spec.attention import LATENT, own_sizes
-from megatron_mtp.spec.config import BESIDE_MTP, MTPConfig, flag_of, stands_beside
-from megatron_mtp.spec.head import drafts_of, layers_of, own_numbers
-from megatron_mtp.spec.kinds import kind_of
+from megatron_mtp.spec.config import MTPConfig, flag_of
+from megatron_mtp.spec.head import BESIDE_MTP, layers_of, stands_beside
+from megatron_mtp.spec.kinds import drafts_of, kind_of
 from megatron_mtp.training.short_log import say
 
 PATTERN, SHARES = "--hybrid-layer-pattern", "--mtp-repeated-layer-shares-kv"
@@ -66,7 +66,7 @@ def drafter_arguments(args: Namespace) -> dict[str, Any]:
         _check_heads(args)
     return {
         "drafter_layers": chosen or None,
-        **own_numbers(kind, given),
+        **{name: value for name, value in kind.own(given).items() if kind.settings[name].is_size},
         **({} if stands_beside(args) else _in_their_place(args)),
     }
 

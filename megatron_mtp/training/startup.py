@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mtp.common.errors import INTERRUPTED, REFUSED, UNREAD, InputError, sentence_of_the_machine, sentences
-from megatron_mtp.megatron.checkpoint.reader import root_of
+from megatron_mtp.megatron.checkpoint.damage import root_of
 from megatron_mtp.megatron.refusals import ADVICE, DIVERGED, NAMES_ELSEWHERE, PHASES, SENTENCES
 from megatron_mtp.training.flags import all_parser
 from megatron_mtp.training.short_log import keep_traceback, last_words

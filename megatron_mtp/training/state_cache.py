@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megatron_mtp.common.errors import InputError
 from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.data.checks import read_index, vocabulary_digest
-from megatron_mtp.losses.objective import LossSum
+from megatron_mtp.losses.head_objective import LossSum
 from megatron_mtp.megatron.model_arguments import MODEL_ARGUMENTS
 from megatron_mtp.megatron.patterns import trunk_and_depths
 from megatron_mtp.model.frozen import trunk_modules

@@ -15,7 +15,7 @@ from megatron_mtp.checkpoint.hf.folder import drafter_kind
 from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.losses.objective import depth_weights
+from megatron_mtp.losses.head_objective import depth_weights
 from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.megatron.runtime import quieten
 from megatron_mtp.spec.config import MTPConfig

@@ -32,8 +32,8 @@ from torch import Tensor
 
 from megatron_mtp.attach import Attached, Head, attach
 from megatron_mtp.checkpoint.convert.live_drafter import export_drafter_weights
-from megatron_mtp.losses.mtp_loss import own_positions
-from megatron_mtp.spec.config import is_head
+from megatron_mtp.losses.stage_loss import own_positions
+from megatron_mtp.spec.head import is_head
 
 FOLDED = 1e-4
 """Float32 error of sums over one packed row under tensor parallelism. For an input with an unusual stride torch uses a

@@ -28,7 +28,8 @@ from stock_models import KINDS, PACKED, VIRTUAL, chunks, draw, packed_batch
 from torch import Tensor
 
 from megatron_mtp.attach import Attached, attach
-from megatron_mtp.losses.mtp_loss import logits_and_states, mtp_loss, own_positions
+from megatron_mtp.losses.mtp_loss import logits_and_states, mtp_loss
+from megatron_mtp.losses.stage_loss import own_positions
 from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training.parameter_group import get_mtp_optimizer

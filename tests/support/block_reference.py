@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, embedding, silu
 
 from megatron_mtp.data.batch import with_blocks
-from megatron_mtp.losses.objective import depth_weights
+from megatron_mtp.losses.acceptance import measured
+from megatron_mtp.losses.head_objective import depth_weights
 from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.spec.config import MTPConfig
@@ -237,7 +238,7 @@ def losses(
         loss,
         linear_main=True,
         trains_trunk=False,
-        measures_acceptance=True,
+        measure=measured,
         base_share=BASE_SHARE if kind == "domino" else 0,
     )
     return compared(model, batch, objective, lambda: reference_loss(model, kind, batch, read, is_paced), has_mask)

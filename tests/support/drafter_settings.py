@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_mtp.attach import Head
 from megatron_mtp.data.batch import depth_batch
-from megatron_mtp.losses.mtp_loss import HALFWAY, _documents
-from megatron_mtp.losses.objective import base_share, depth_weights
+from megatron_mtp.losses.head_objective import base_share, depth_weights
+from megatron_mtp.losses.stage_loss import HALFWAY, _documents
 from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.spec.config import MTPConfig
 

@@ -10,7 +10,7 @@ from megatron_single import VOCABULARY, make_batch, one_head
 from torch import Tensor
 from torch.nn.functional import embedding, kl_div, silu
 
-from megatron_mtp.losses.objective import depth_weights
+from megatron_mtp.losses.head_objective import depth_weights
 from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.spec.config import MTPConfig

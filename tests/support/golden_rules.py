@@ -34,7 +34,7 @@ from hf_models import MODELS, SIZES, Model
 from torch import Tensor
 from trunk_models import LEFT, TRUNKS
 
-from megatron_mtp.checkpoint.families import FAMILIES, OWN, Family, Layout, family_of
+from megatron_mtp.checkpoint.families import FAMILIES, Family, Layout, family_of, own_families
 from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule
 from megatron_mtp.checkpoint.families.trunk import ZERO_QKV_BIAS, ZERO_ROUTER_BIAS
 from megatron_mtp.checkpoint.families.wrapped import PREFIXES, WRAPPERS
@@ -97,7 +97,7 @@ BY_FAMILY: dict[str, tuple[Keys, Keys, Keys]] = {
 
 def record() -> Record:
     """Return every family of this package, and every model type around a text model."""
-    families = {family.model_types[0]: of_family(family) for family in OWN}
+    families = {family.model_types[0]: of_family(family) for family in own_families()}
     return {"families": families, "around a text model": {name: around(name) for name in WRAPPERS}}
 
 
@@ -357,7 +357,7 @@ def main(verb: str = "--write", commit: str | None = None) -> None:
     elif verb == "--print":
         print(json.dumps(record()))
     else:
-        assert {name for family in OWN for name in family.model_types} <= FAMILIES.keys()
+        assert {name for family in own_families() for name in family.model_types} <= FAMILIES.keys()
         digests = {kind: {name: digest(one) for name, one in of_kind.items()} for kind, of_kind in record().items()}
         FILE.write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
 

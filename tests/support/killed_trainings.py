@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megatron_mtp.megatron.checkpoint import TRACKER
 from megatron_mtp.megatron.runtime import prepare
+from megatron_mtp.training.read_runs import read_rows, read_run_record
 from megatron_mtp.training.run import main as train
-from megatron_mtp.training.run_files import METRICS, read_rows, read_run_record
+from megatron_mtp.training.run_files import METRICS
 
 prepare()
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_mtp.data.batch import DepthBatch, depth_batch
-from megatron_mtp.losses.objective import HeadObjective, NextTokensObjective, ObjectiveOutput
+from megatron_mtp.losses.head_objective import HeadObjective
+from megatron_mtp.losses.objective import NextTokensObjective, ObjectiveOutput
 from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
 from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.build import build, join_world

@@ -23,7 +23,7 @@ from stock_models import chunks, draw
 from torch import Tensor
 
 from megatron_mtp.attach import Head, attach
-from megatron_mtp.losses.mtp_loss import own_positions
+from megatron_mtp.losses.stage_loss import own_positions
 from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.model import attention, ring
 

@@ -7,9 +7,10 @@ import torch
 from megatron.core import dist_checkpointing
 
 from megatron_mtp.megatron.checkpoint import TRACKER
-from megatron_mtp.megatron.parser import parsed
-from megatron_mtp.model.arguments import completed, config_of
+from megatron_mtp.megatron.parsing import parsed
+from megatron_mtp.model.arguments import config_of
 from megatron_mtp.model.build import build
+from megatron_mtp.model.stored_arguments import completed
 
 TINY = (
     "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 16 "

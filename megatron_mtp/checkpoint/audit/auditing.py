@@ -14,30 +14,16 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_mtp.checkpoint.audit import NOTE, WARNING, Finding, listed, ordered
-from megatron_mtp.checkpoint.audit.comparing import (
-    Pairing,
-    check_differences,
-    check_lacking,
-    pairing,
-    read_all,
-)
+from megatron_mtp.checkpoint.audit.comparing import Pairing, check_differences, check_lacking, pairing, read_all
 from megatron_mtp.checkpoint.audit.contents import contents
 from megatron_mtp.checkpoint.audit.folder import open_folder
 from megatron_mtp.checkpoint.audit.numbers import check_numbers
 from megatron_mtp.checkpoint.audit.quantization import check_scales
 from megatron_mtp.checkpoint.audit.saved import FROM_CHECKPOINT, MegatronSide, Side, open_saved
-from megatron_mtp.checkpoint.audit.side import (
-    DEPTH,
-    HEAD,
-    KINDS,
-    TRUNK,
-    DrafterSide,
-    HFSide,
-    Parts,
-)
+from megatron_mtp.checkpoint.audit.side import DEPTH, HEAD, KINDS, TRUNK, DrafterSide, HFSide, Parts
 from megatron_mtp.checkpoint.convert import computation
 from megatron_mtp.checkpoint.families import Layout
-from megatron_mtp.checkpoint.families.flags import UntrainableError
+from megatron_mtp.checkpoint.families.family import UntrainableError
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import ADAPTER
 from megatron_mtp.megatron.checkpoint import HF_FILES
@@ -254,7 +240,7 @@ def _arguments(side: Side) -> Namespace | None:
 
     Raise ValueError if none are stored.
     """
-    from megatron_mtp.megatron.parser import parsed
+    from megatron_mtp.megatron.parsing import parsed
 
     if isinstance(side, MegatronSide):
         if side.args_from != FROM_CHECKPOINT:

@@ -30,13 +30,14 @@ from megatron_mtp.checkpoint.audit.numbers import EARLIER, differ
 from megatron_mtp.checkpoint.audit.quantization import is_quantized
 from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side
 from megatron_mtp.checkpoint.audit.side import DEPTH, TRUNK, UNREADABLE, HFSide
-from megatron_mtp.checkpoint.convert.plan import RuleSides, unnumbered
+from megatron_mtp.checkpoint.convert.plan import unnumbered
+from megatron_mtp.checkpoint.convert.rule_sides import RuleSides
 from megatron_mtp.checkpoint.families.rules import Computed, Piece, Rule
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
 from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.common.files import default_workers
 from megatron_mtp.megatron.checkpoint import EMBEDDING, FUSED_NORM, OUTPUT, OWN_NORM
-from megatron_mtp.megatron.checkpoint.reader import equal_bits
+from megatron_mtp.megatron.checkpoint.bits import equal_bits
 
 PADDED = (EMBEDDING, OUTPUT)
 """Megatron's tensors with padding rows, which depend on the layout of the run."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.checkpoint.hf import Shape
-from megatron_mtp.megatron.checkpoint.reader import bounds
+from megatron_mtp.megatron.checkpoint.bits import bounds
 
 WORDS = 2**18
 """Words that are multiplied at a time, so that their factors stay in the processor's cache."""

@@ -21,7 +21,7 @@ from megatron_mtp.megatron.checkpoint import EMBEDDING, HF_FILES, OUTPUT, RELEAS
 from megatron_mtp.megatron.checkpoint.catalogue import read_catalogue
 from megatron_mtp.megatron.checkpoint.iterations import another, named_iteration
 from megatron_mtp.megatron.checkpoint.reader import DistReader, check_files
-from megatron_mtp.spec.config import BESIDE_MTP
+from megatron_mtp.spec.head import BESIDE_MTP
 
 if TYPE_CHECKING:
     from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm

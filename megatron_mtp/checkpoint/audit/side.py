@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.audit import ERROR, Finding
 from megatron_mtp.checkpoint.audit.looks import Look
-from megatron_mtp.checkpoint.convert.plan import lost_features, zero_features
+from megatron_mtp.checkpoint.convert.stored import lost_features, zero_features
 from megatron_mtp.checkpoint.families import CARRIED, Family, Layout
 from megatron_mtp.checkpoint.families.described import Described
 from megatron_mtp.checkpoint.families.family import Depths, class_tensors

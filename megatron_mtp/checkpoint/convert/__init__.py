@@ -1,7 +1,9 @@
 """Conversions between Hugging Face folders and Megatron checkpoints, independent of their verification.
 
 carried.py          tensors without a rule, compared with transformers' class
-plan.py             names and shapes of both sides, checked before a tensor is read
+plan.py             rules of a folder, checked by names and shapes before a tensor is read
+stored.py           rules against what a checkpoint stores
+rule_sides.py       the tensors of a rule on both sides, and what each converts to
 stream.py           a conversion: described, or written in one pass by several workers
 partial_folder.py   the temporary folder next to the target: resumable, renamed when complete
 import_hf.py        hf-to-mcore

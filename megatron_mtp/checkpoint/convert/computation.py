@@ -11,11 +11,12 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_mtp.checkpoint.families import Layout, family_of
-from megatron_mtp.checkpoint.families.flags import UntrainableError
+from megatron_mtp.checkpoint.families.family import UntrainableError
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.megatron.parser import parsed
+from megatron_mtp.megatron.parsing import parsed
 from megatron_mtp.megatron.patterns import without_stages
-from megatron_mtp.model.arguments import DepthFields, completed, config_of
+from megatron_mtp.model.arguments import DepthFields, config_of
+from megatron_mtp.model.stored_arguments import completed
 
 ModelSettings = dict[str, Any]
 

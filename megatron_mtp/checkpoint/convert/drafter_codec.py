@@ -12,7 +12,7 @@ from typing import Any, ClassVar, override
 
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.drafter_views import FULL, NON_CAUSAL, SLIDING
+from megatron_mtp.checkpoint.convert.drafter_views import FULL, NON_CAUSAL, SLIDING, keys_of_settings
 from megatron_mtp.checkpoint.families.blocks import GQA, MLA, Place, gqa_rules, mla_rules, mlp_rules
 from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, rename
 from megatron_mtp.checkpoint.hf import Shape
@@ -76,10 +76,11 @@ class DrafterCodec(ABC):
 
     def keys(self, kind: HeadSpec) -> dict[str, Any]:
         """Return config keys other than those of the sizes."""
+        made = keys_of_settings(kind)
         if kind.window is None:
-            return {}
+            return made
         types = [FULL if number in kind.full_layers else SLIDING for number in range(1, kind.depth + 1)]
-        return {"layer_types": types, "sliding_window": kind.window, "use_sliding_window": True}
+        return made | {"layer_types": types, "sliding_window": kind.window, "use_sliding_window": True}
 
     @abstractmethod
     def rules(self, kind: HeadSpec, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
@@ -109,7 +110,7 @@ class DrafterCodec(ABC):
 
     @abstractmethod
     def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
-        """Return the settings that only this kind has, by flag name.
+        """Return the settings that only this kind has, by flag name, but for those with a `Setting.key`.
 
         Raises:
             ValueError: the trunk of these arguments does not support such a drafter.
@@ -196,7 +197,6 @@ class BlockCodec(DrafterCodec):
             "drafter_steps": steps,
             "drafter_num_layers": keys["num_hidden_layers"],
             "drafter_mask_token": mask,
-            "drafter_markov_rank": keys.get("markov_rank"),
             "drafter_idle_rows": idle if has_choice else None,
         }
 

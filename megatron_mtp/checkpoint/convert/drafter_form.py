@@ -32,7 +32,7 @@ from megatron_mtp.checkpoint.convert.drafter_codec import (
     by_token,
     with_inner,
 )
-from megatron_mtp.checkpoint.convert.drafter_views import layers_in
+from megatron_mtp.checkpoint.convert.drafter_views import layers_in, settings_in
 from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json, rope_said_twice
 from megatron_mtp.checkpoint.hf.folder import HFFolder, drafter_kind
@@ -138,8 +138,9 @@ class DrafterForm:
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of its computation, by name; an EAGLE-3 folder does not store the number of steps in training."""
-        own = {one.name: getattr(self.kind, one.name) for one in fields(self.kind) if one.name != "attention"}
-        return {**self.sizes, **own, "drafts": self.kind.drafts if CODECS[self.kind.kind].stores_steps else None}
+        kind, apart = self.kind, ("attention", "own")
+        own = {one.name: getattr(kind, one.name) for one in fields(kind) if one.name not in apart} | {**kind.own}
+        return {**self.sizes, **own, "drafts": kind.drafts if CODECS[kind.kind].stores_steps else None}
 
     @property
     def says(self) -> str:
@@ -296,6 +297,7 @@ def kind_in(
         "drafter_layers": found,
         **codec.sizes(path, row, keys, args),
         **layers_in(path, row, keys),
+        **settings_in(path, row, keys),
         **({} if attention.latents is None else {"drafter_multi_latent_attention": []}),
     }
     own = TrunkSpec(layers, args.vocab_size, keys["hidden_size"], keys["intermediate_size"], attention)

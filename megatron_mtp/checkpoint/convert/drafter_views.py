@@ -1,4 +1,4 @@
-"""What the layers of a drafter attend to, by the keys of its config, as engines read them."""
+"""What the layers of a drafter attend to, and the settings of its kind, by the keys of its config."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ from typing import Any
 
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.spec.attention import CAUSAL, CAUSAL_IN_WINDOWS
-from megatron_mtp.spec.kinds import DrafterKind
+from megatron_mtp.spec.head import HeadSpec
+from megatron_mtp.spec.kinds import DRAFTERS, DrafterKind, settings_of_kinds
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Types of layers."""
@@ -100,16 +101,46 @@ def layers_in(path: Path, row: DrafterKind, keys: dict[str, Any]) -> dict[str, A
     has_sinks = bool(keys.get("attention_sink_bias") or keys.get("add_swa_attention_sink_bias"))
     if has_sinks and "drafter_softmax_type" not in row.settings:
         raise ValueError(f"{path / CONFIG} has attention_sink_bias, which {row.called} does not have; give another.")
-    is_before = bool(keys.get("norm_before_residual"))
-    if is_before and "drafter_norm_before_residual" not in row.settings:
-        raise ValueError(f"{path / CONFIG} has norm_before_residual, which {row.called} does not have; give another.")
-    found: dict[str, Any] = {
-        "drafter_softmax_type": "learnable" if has_sinks else None,
-        "drafter_norm_before_residual": int(is_before),
-    }
+    found: dict[str, Any] = {"drafter_softmax_type": "learnable" if has_sinks else None}
     if (window := next((one.window for one in views if one.window is not None), None)) is not None:
         full = tuple(number for number, one in enumerate(views, start=1) if one.window is None)
         found |= {"drafter_window_size": window, "drafter_full_layers": full}
     if row.sees_ahead and any(one.causal for one in views):
         found["drafter_causal"] = CAUSAL if all(one.causal for one in views) else CAUSAL_IN_WINDOWS
+    return found
+
+
+# --- settings with a key of their own ---------------------------------------------------------------------------------
+
+
+def keys_of_settings(kind: HeadSpec) -> dict[str, Any]:
+    """Return the keys (`Setting.key`) of a drafter's settings that are not the default."""
+    made: dict[str, Any] = {}
+    for name, setting in DRAFTERS[kind.kind].settings.items():
+        if setting.key is not None and kind.own[name] != setting.default:
+            made[setting.key] = bool(kind.own[name]) if setting.is_switch else kind.own[name]
+    return made
+
+
+def settings_in(path: Path, row: DrafterKind, keys: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that have a key of their own (`Setting.key`), by flag name.
+
+    Raises:
+        ValueError: a value is not allowed, or the kind does not have this setting.
+    """
+    found: dict[str, Any] = {}
+    for name, setting in settings_of_kinds().items():
+        if setting.key is None or keys.get(setting.key) is None:
+            continue
+        value = keys[setting.key]
+        if name not in row.settings:
+            if value and value != setting.default:
+                raise ValueError(f"{path / CONFIG} has {setting.key}, which {row.called} does not have; give another.")
+            continue
+        wrong = setting.refusal(value)
+        if setting.is_switch:
+            wrong = "" if value in (False, True) else "give true or false."
+        if wrong:
+            raise ValueError(f"{path / CONFIG} has {setting.key} {value!r:.40}; {wrong}")
+        found[name] = setting.value_type(value) if setting.is_switch else value
     return found

@@ -23,15 +23,16 @@ from megatron_mtp.checkpoint.convert.drafter_form import (
 from megatron_mtp.checkpoint.convert.edit import NewDrafts, changed
 from megatron_mtp.checkpoint.convert.export_hf import FolderFiles
 from megatron_mtp.checkpoint.convert.import_hf import group_of
-from megatron_mtp.checkpoint.convert.plan import stored_key
+from megatron_mtp.checkpoint.convert.stored import stored_key
 from megatron_mtp.checkpoint.convert.stream import Conversion, Entry, Group, Options
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.megatron.checkpoint import DRAFTER, EMBEDDING
 from megatron_mtp.megatron.checkpoint.reader import DistReader
-from megatron_mtp.model.arguments import check_trainable, layers_to_read, stored_with, trunk_spec
+from megatron_mtp.model.arguments import check_trainable, layers_to_read, trunk_spec
 from megatron_mtp.model.initialize import RandomWeights
+from megatron_mtp.model.stored_arguments import stored_with
 from megatron_mtp.spec.head import HeadSpec
 from megatron_mtp.spec.kinds import DRAFTERS, fitted_kind
 

@@ -41,7 +41,7 @@ from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.draft_vocabulary import tokens_of_file
 from megatron_mtp.model.initialize import RandomWeights
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
-from megatron_mtp.spec.config import BESIDE_MTP
+from megatron_mtp.spec.head import BESIDE_MTP
 
 ONE_PASS: dict[str, Any] = {UNROLL: None, SHARES: False}
 """Arguments of MTP layers that are not repeated."""

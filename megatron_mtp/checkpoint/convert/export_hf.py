@@ -17,36 +17,23 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.hf_form import HFForm, pattern_of, with_depths
 from megatron_mtp.checkpoint.convert.import_hf import pass_keys
 from megatron_mtp.checkpoint.convert.partial_folder import PartialFolder
-from megatron_mtp.checkpoint.convert.plan import (
-    carried,
-    check_mcore,
-    moved,
-    parts_of,
-    sides,
-    stored_key,
-    stored_layout,
-)
+from megatron_mtp.checkpoint.convert.plan import carried, moved, parts_of, sides
 from megatron_mtp.checkpoint.convert.quantizing import PLAIN, Quantize, loaded_by
 from megatron_mtp.checkpoint.convert.quantizing import config as quantization_config
+from megatron_mtp.checkpoint.convert.stored import check_mcore, stored_key, stored_layout
 from megatron_mtp.checkpoint.convert.stream import Conversion, Entry, Group, Made, Options
 from megatron_mtp.checkpoint.families import CARRIED, Family, Layout, family_of
 from megatron_mtp.checkpoint.families.inside import InnerDrafter
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import epsilon_note
-from megatron_mtp.checkpoint.hf.config import (
-    CONFIG,
-    DRAFTED,
-    INDEX_SHARE,
-    INDEXER,
-    HFConfig,
-    text_key,
-)
+from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, INDEX_SHARE, INDEXER, HFConfig, text_key
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.forms.form import Form, name_of
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, module_of
 from megatron_mtp.checkpoint.hf.writer import HFShards
-from megatron_mtp.common.acceptance import RECORD, carry_record
+from megatron_mtp.common.acceptance import RECORD
 from megatron_mtp.common.files import without_weights
+from megatron_mtp.common.record import carry_record
 from megatron_mtp.data.sentence_pieces import model_in
 from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, DRAFTER, EMBEDDING, ORIGIN, RELEASE
 from megatron_mtp.megatron.checkpoint.reader import DistReader, StoredDepths

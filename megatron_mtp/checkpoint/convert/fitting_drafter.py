@@ -37,9 +37,10 @@ from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.common.progress import progress_bar
 from megatron_mtp.megatron.checkpoint import DRAFTER, EMBEDDING
 from megatron_mtp.megatron.checkpoint.reader import DistReader
-from megatron_mtp.model.arguments import check_trainable, stored_with, trunk_spec
+from megatron_mtp.model.arguments import check_trainable, trunk_spec
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.initialize import RandomWeights, normal_by_name
+from megatron_mtp.model.stored_arguments import stored_with
 from megatron_mtp.spec.attention import AttentionSizes
 from megatron_mtp.spec.head import HeadSpec
 from megatron_mtp.spec.kinds import fitted_kind

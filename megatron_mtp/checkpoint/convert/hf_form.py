@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mtp.checkpoint.convert.computation import check_config
-from megatron_mtp.checkpoint.convert.plan import HFModel, stored_layout, zero_features
+from megatron_mtp.checkpoint.convert.plan import HFModel
+from megatron_mtp.checkpoint.convert.stored import stored_layout, zero_features
 from megatron_mtp.checkpoint.convert.tokens import Tokens
 from megatron_mtp.checkpoint.families import FAMILIES, family_of, trained_forms
 from megatron_mtp.checkpoint.families.inside import InnerDrafter

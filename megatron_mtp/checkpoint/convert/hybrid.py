@@ -36,15 +36,8 @@ from megatron_mtp.checkpoint.convert.stream import (
     keep_files,
 )
 from megatron_mtp.checkpoint.families.blocks import mlp_norm_keys
-from megatron_mtp.megatron.checkpoint import FUSED_NORM, OWN_NORM, RELEASE
-from megatron_mtp.megatron.checkpoint.reader import (
-    BY_PARAMETER,
-    HEAD_STATE,
-    STATE,
-    DistReader,
-    StoredDepths,
-    sharding_type,
-)
+from megatron_mtp.megatron.checkpoint import FUSED_NORM, HEAD_STATE, OWN_NORM, RELEASE, STATE
+from megatron_mtp.megatron.checkpoint.reader import BY_PARAMETER, DistReader, StoredDepths, sharding_type
 from megatron_mtp.megatron.patterns import KINDS, SHARDED_STACK, trunk_and_depths
 from megatron_mtp.model.arguments import check_trainable
 

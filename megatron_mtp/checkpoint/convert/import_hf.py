@@ -13,19 +13,21 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.plan import HFModel, carried, moved, parts_of, sides
 from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, Entry, Group, Options
 from megatron_mtp.checkpoint.families import Layout
-from megatron_mtp.checkpoint.families.flags import UntrainableError
+from megatron_mtp.checkpoint.families.family import UntrainableError
 from megatron_mtp.checkpoint.families.inside import InnerDrafter
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import epsilon_note
 from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, INDEX_SHARE, HFConfig, counted_elsewhere, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, QuantizationSettings
-from megatron_mtp.common.acceptance import RECORD, carry_record
+from megatron_mtp.common.acceptance import RECORD
 from megatron_mtp.common.files import without_weights
+from megatron_mtp.common.record import carry_record
 from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, HF_FILES, ORIGIN
-from megatron_mtp.megatron.parser import parsed
+from megatron_mtp.megatron.parsing import parsed
 from megatron_mtp.model.draft_vocabulary import tokens_of_file
-from megatron_mtp.spec.config import SHARED_KEYS, trained_depths
+from megatron_mtp.spec.config import SHARED_KEYS
+from megatron_mtp.spec.head import trained_depths
 
 TRUNK_ONLY = "trunk only"
 """Entry in the record of an import: the MTP layers were left out, whatever the stored config counts."""

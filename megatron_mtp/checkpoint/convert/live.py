@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_mtp.checkpoint.convert.export_hf import Export
 from megatron_mtp.checkpoint.convert.hf_form import form_of, hf_folder_form
-from megatron_mtp.checkpoint.convert.plan import stored_key
+from megatron_mtp.checkpoint.convert.stored import stored_key
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf import Shape

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm, form_of, head_key
 from megatron_mtp.checkpoint.convert.drafters import config_keys
 from megatron_mtp.checkpoint.convert.live import LiveReader, write_weights
-from megatron_mtp.checkpoint.convert.plan import stored_key
+from megatron_mtp.checkpoint.convert.stored import stored_key
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.common.files import written_beside
 from megatron_mtp.megatron.checkpoint import DRAFTER

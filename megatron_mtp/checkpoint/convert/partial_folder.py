@@ -11,7 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from megatron_mtp.common.files import check_outside, is_inside, one_writer, sync, written_beside
+from megatron_mtp.common.files import sync, written_beside
+from megatron_mtp.common.outputs import check_outside, is_inside, one_writer
 
 RECORDS = "progress"
 PLAN = "progress.json"

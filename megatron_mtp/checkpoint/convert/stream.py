@@ -31,7 +31,7 @@ from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.common.files import default_workers, synced
 from megatron_mtp.common.progress import progress_bar
 from megatron_mtp.megatron.checkpoint import HF_FILES, KEPT_TOKENIZER, RELEASE, TRACKER
-from megatron_mtp.megatron.checkpoint.reader import bounds
+from megatron_mtp.megatron.checkpoint.bits import bounds
 from megatron_mtp.megatron.checkpoint.writer import chunks_are_in, read_chunk, write_catalogue, write_chunk
 
 STAYS_WIDE = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")

@@ -1,8 +1,9 @@
 """The model families that convert, by the `model_type` of their `config.json`.
 
-Each family is a row of a table that declares everything about it. Other packages add one with an entry point of the
-group `megatron_mtp.families`. torch and transformers' classes are imported only when a tensor is converted or defaults
-are needed, so `--help` lists the families quickly.
+Each family is a row of a table that declares everything about it; `FILES` says which file has the row. Other packages
+add one with an entry point of the group `megatron_mtp.families`. A file is imported when one of its families is looked
+up, and torch and transformers' classes when a tensor is converted or defaults are needed, so `--help` lists the
+families quickly.
 
 rules.py         a rule between tensors of both sides, read in both directions
 family.py        Family, Depths and Layout: the declaration of a family
@@ -22,27 +23,61 @@ inside.py        DSpark drafters inside a model's folder
 wrapped.py       models around a text model of a known family
 """
 
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from importlib.metadata import EntryPoint
 
-from megatron_mtp.checkpoint.families.dense import DENSE
-from megatron_mtp.checkpoint.families.depths_only import DEPTHS_ONLY
 from megatron_mtp.checkpoint.families.described import described
 from megatron_mtp.checkpoint.families.family import CARRIED, Family, Layout
-from megatron_mtp.checkpoint.families.hybrid import HYBRID
 from megatron_mtp.checkpoint.families.inside import InnerDrafter
-from megatron_mtp.checkpoint.families.mla import LATENT
-from megatron_mtp.checkpoint.families.moe import MOE
 from megatron_mtp.checkpoint.families.trained import TrainedForm
 from megatron_mtp.checkpoint.families.wrapped import TEXTS, WRAPPERS, wrapped
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.spec.registry import Registry
 
-OWN: tuple[Family, ...] = (*LATENT, *MOE, *DENSE, *HYBRID, *DEPTHS_ONLY)
-"""The families of this package, in the order of tables; the first that fits is the form of a trained model."""
+FILES = {
+    "mla:LATENT": "deepseek_v3 kimi_k2 kimi_k25 glm4_moe_lite deepseek_v2 sarvam_mla youtu",
+    "moe:MOE": (
+        "glm4_moe bailing_moe bailing_moe_v2 sarvam_moe glm4v_moe_text hy_v3 qwen3_moe qwen2_moe mixtral dots1 "
+        "solar_open gpt_oss granitemoe granitemoeshared"
+    ),
+    "dense:DENSE": (
+        "mimo llama qwen2 qwen3 mistral ministral smollm3 seed_oss jais2 phi3 glm helium ernie4_5 cwm internlm3 "
+        "iquestcoder arcee nemotron stablelm granite granite_swa"
+    ),
+    "hybrid:HYBRID": "qwen3_next qwen3_5_moe qwen3_5_moe_text qwen3_5 qwen3_5_text intern_s2_preview nemotron_h",
+    "depths_only:DEPTHS_ONLY": (
+        "exaone_moe ernie4_5_moe mimo_v2_flash mimo_v2 longcat_flash step3p5 step3p7 exaone4 glm_ocr_text "
+        "deepseek_v32 glm_moe_dsa nemotron_h_puzzle mellum"
+    ),
+}
+"""File and rows of every `model_type` of this package, in the order of tables."""
 
-FAMILIES: Registry[Family] = Registry(
-    "megatron_mtp.families", {model_type: family for family in OWN for model_type in family.model_types}
-)
+
+class _Rows(Mapping[str, Family]):
+    """The rows of `FILES` by `model_type`; a file is imported when one of its types is looked up."""
+
+    def __init__(self, files: Mapping[str, str]) -> None:
+        self._file_of = {model_type: file for file, types in files.items() for model_type in types.split()}
+
+    def __getitem__(self, model_type: str) -> Family:
+        rows = EntryPoint(model_type, f"{__name__}.{self._file_of[model_type]}", "").load()
+        return next(row for row in rows if model_type in row.model_types)
+
+    def __contains__(self, model_type: object) -> bool:
+        return model_type in self._file_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+
+_OWN = _Rows(FILES)
+"""The families of this package by `model_type`; the first that fits is the form of a trained model."""
+
+FAMILIES: Registry[Family] = Registry("megatron_mtp.families", _OWN)
 """Families by `model_type`, with those that other packages register."""
 
 
@@ -79,7 +114,16 @@ def _unknown(config: HFConfig) -> str:
 
 def all_families() -> list[Family]:
     """Return every family once: built-in ones, then those of other packages."""
-    return list({id(family): family for family in FAMILIES.values()}.values())
+    return _once(FAMILIES)
+
+
+def own_families() -> list[Family]:
+    """Return every family of this package once."""
+    return _once(_OWN)
+
+
+def _once(families: Mapping[str, Family]) -> list[Family]:
+    return list({id(family): family for family in families.values()}.values())
 
 
 def trained_forms() -> dict[str, TrainedForm]:
@@ -87,4 +131,4 @@ def trained_forms() -> dict[str, TrainedForm]:
     return {family.model_types[0]: family.trained for family in all_families() if family.trained is not None}
 
 
-__all__ = ["CARRIED", "FAMILIES", "OWN", "Family", "Layout", "all_families", "family_of", "trained_forms"]
+__all__ = ["CARRIED", "FAMILIES", "Family", "Layout", "all_families", "family_of", "own_families", "trained_forms"]

@@ -24,13 +24,12 @@ from megatron_mtp.checkpoint.families.blocks import (
     norm_rules,
     split_mlp_rules,
 )
-from megatron_mtp.checkpoint.families.family import ATTACHED, STORED_HEAD, Depths, Family, Layout
+from megatron_mtp.checkpoint.families.family import ATTACHED, STORED_HEAD, Depths, Family, Layout, UntrainableError
 from megatron_mtp.checkpoint.families.flags import (
     CENTRED,
     IGNORED_PART,
     PARTLY_BIASED,
     RMS_NORM,
-    UntrainableError,
     by_layer,
     expert_flags,
     gqa_flags,

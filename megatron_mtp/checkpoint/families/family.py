@@ -40,6 +40,10 @@ NESTED = {"nested": r"^language_model\.model\."}
 """Kimi-K2.5 stores the text model next to a vision tower."""
 
 
+class UntrainableError(ValueError):
+    """Megatron supports the family but not this model; the message gives the reason."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Facts that a config does not determine but the tensors of a folder do.

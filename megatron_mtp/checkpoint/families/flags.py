@@ -9,15 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_mtp.checkpoint.families.blocks import GQA
+from megatron_mtp.checkpoint.families.family import UntrainableError
 from megatron_mtp.checkpoint.families.trained import LARGEST_LATENT_EPSILON
 from megatron_mtp.checkpoint.families.trunk import latent_attention
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.spec.rope_scaling import SCALINGS, Scaling, number, positive
-
-
-class UntrainableError(ValueError):
-    """Megatron supports the family but not this model; the message gives the reason."""
-
 
 PARTLY_BIASED = "biases of the output projection or the MLP, which Megatron has only together with all others"
 IGNORED_PART = "a 'partial_rotary_factor', which transformers ignores in this family and vLLM does not"

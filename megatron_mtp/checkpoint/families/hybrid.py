@@ -18,10 +18,9 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_mtp.checkpoint.families.blocks import Place, depth_frame, gqa_rules, mlp_rules, moe_rules, plain_mlp_rules
-from megatron_mtp.checkpoint.families.family import ONE_DEPTH, STORED_HEAD, Depths, Family, Layout
+from megatron_mtp.checkpoint.families.family import ONE_DEPTH, STORED_HEAD, Depths, Family, Layout, UntrainableError
 from megatron_mtp.checkpoint.families.flags import (
     CENTRED,
-    UntrainableError,
     hybrid_flags,
     pairs,
     rope_flags,

@@ -6,8 +6,16 @@ from functools import partial
 from typing import Any
 
 from megatron_mtp.checkpoint.families.decoder import Decoder, family_of_decoder
-from megatron_mtp.checkpoint.families.family import COPIES, EITHER_COUNT, NESTED, PACKED, Depths, Family
-from megatron_mtp.checkpoint.families.flags import UntrainableError, pairs, shared_flags, softmax_router_flags
+from megatron_mtp.checkpoint.families.family import (
+    COPIES,
+    EITHER_COUNT,
+    NESTED,
+    PACKED,
+    Depths,
+    Family,
+    UntrainableError,
+)
+from megatron_mtp.checkpoint.families.flags import pairs, shared_flags, softmax_router_flags
 from megatron_mtp.checkpoint.families.trained import TrainedForm, expert_keys
 from megatron_mtp.checkpoint.families.trunk import latent_attention, moe
 from megatron_mtp.checkpoint.hf.config import HFConfig

@@ -11,14 +11,16 @@ from typing import Any
 from megatron_mtp.checkpoint.families.blocks import GQA, MoE, Place
 from megatron_mtp.checkpoint.families.decoder import Decoder, family_of_decoder, mlp_bias_refused
 from megatron_mtp.checkpoint.families.dense import FACTORED, GRANITE
-from megatron_mtp.checkpoint.families.family import COPIES, EITHER_COUNT, PACKED, Depths, Family, Layout
-from megatron_mtp.checkpoint.families.flags import (
+from megatron_mtp.checkpoint.families.family import (
+    COPIES,
+    EITHER_COUNT,
+    PACKED,
+    Depths,
+    Family,
+    Layout,
     UntrainableError,
-    expert_flags,
-    pairs,
-    softmax_expert_flags,
-    softmax_router_flags,
 )
+from megatron_mtp.checkpoint.families.flags import expert_flags, pairs, softmax_expert_flags, softmax_router_flags
 from megatron_mtp.checkpoint.families.rules import HFTensor, InTurn, Map, Piece, Rule, Same, Then, Transposed, rename
 from megatron_mtp.checkpoint.families.trained import TrainedForm, expert_keys, rotary_keys
 from megatron_mtp.checkpoint.families.trunk import (

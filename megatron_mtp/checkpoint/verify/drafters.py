@@ -25,13 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_mtp.checkpoint.convert.computation import differences
 from megatron_mtp.checkpoint.convert.drafter_codec import with_inner
-from megatron_mtp.checkpoint.convert.drafter_form import (
-    DrafterForm,
-    head_key,
-    read_drafter,
-    stored_form,
-    trunk_of,
-)
+from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm, head_key, read_drafter, stored_form, trunk_of
 from megatron_mtp.checkpoint.convert.drafter_views import layer_views
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder, drafter_kind

@@ -19,8 +19,9 @@ from megatron_mtp.checkpoint.convert.hybrid import BY_BUCKET, Halves, hybrid_arg
 from megatron_mtp.checkpoint.model import fill, model_of
 from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32
 from megatron_mtp.checkpoint.verify.verify import Check, logits_of
+from megatron_mtp.megatron.checkpoint.bits import equal_bits
 from megatron_mtp.megatron.checkpoint.catalogue import DamagedError
-from megatron_mtp.megatron.checkpoint.reader import DistReader, equal_bits, sharding_type, stored_draft_vocabulary
+from megatron_mtp.megatron.checkpoint.reader import DistReader, sharding_type, stored_draft_vocabulary
 from megatron_mtp.model.arguments import check_trainable
 
 TOLERANCE = 1e-6

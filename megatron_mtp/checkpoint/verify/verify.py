@@ -23,7 +23,9 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
 from megatron_mtp.checkpoint.convert.hf_form import kept_origin
 from megatron_mtp.checkpoint.convert.import_hf import TRUNK_ONLY, flags_of
-from megatron_mtp.checkpoint.convert.plan import HFModel, RuleSides, check_mcore, sides, stored_key
+from megatron_mtp.checkpoint.convert.plan import HFModel, sides
+from megatron_mtp.checkpoint.convert.rule_sides import RuleSides
+from megatron_mtp.checkpoint.convert.stored import beside, check_mcore, stored_key
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG
@@ -31,8 +33,9 @@ from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32, random_tokens
 from megatron_mtp.data.tokenizer import read_tokenizer
 from megatron_mtp.megatron.checkpoint import HF_FILES
-from megatron_mtp.megatron.checkpoint.reader import DistReader, StoredDepths, equal_bits
-from megatron_mtp.megatron.parser import parsed
+from megatron_mtp.megatron.checkpoint.bits import equal_bits
+from megatron_mtp.megatron.checkpoint.reader import DistReader, StoredDepths
+from megatron_mtp.megatron.parsing import parsed
 from megatron_mtp.model.rope import place
 
 TOLERANCE = 3e-5
@@ -124,7 +127,7 @@ def verify(
 def _model_of(hf: Path, reader: DistReader) -> HFModel:
     """Return the folder's model; only its trunk if the checkpoint was imported that way and has no MTP layers since."""
     alone = kept_origin(reader.home / HF_FILES).get(TRUNK_ONLY) is True and not StoredDepths.of(reader.keys).layers
-    return HFModel.read(hf, trunk_only=alone).beside(reader)
+    return beside(HFModel.read(hf, trunk_only=alone), reader)
 
 
 @exact_float32()

@@ -4,7 +4,8 @@ import json
 import os
 
 from megatron_mtp.common.errors import sentences
-from megatron_mtp.megatron.runtime import quieten, why_not
+from megatron_mtp.megatron.machine import why_not
+from megatron_mtp.megatron.runtime import quieten
 
 
 def main(arguments: list[str], program: str) -> int:

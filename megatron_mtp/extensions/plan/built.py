@@ -26,8 +26,8 @@ from megatron_mtp.model.arguments import MTPModelConfig
 from megatron_mtp.model.build import build
 from megatron_mtp.model.linear import PortableLinear
 from megatron_mtp.model.recurrent import PortableGatedDeltaNet
-from megatron_mtp.model.specs import having
-from megatron_mtp.spec.config import HEADS
+from megatron_mtp.model.swapped import having
+from megatron_mtp.spec.head import HEADS
 
 PARTS = {
     "trunk": "decoder.",

@@ -7,7 +7,8 @@ import json
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from megatron_mtp.common.errors import Parser, check_counts, from_extra, named, status_of
+from megatron_mtp.common.command import check_counts, from_extra, named, status_of
+from megatron_mtp.common.errors import Parser
 from megatron_mtp.common.files import write_page
 
 if TYPE_CHECKING:

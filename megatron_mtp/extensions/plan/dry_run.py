@@ -29,7 +29,7 @@ from megatron_mtp.extensions.plan.placement import of_line
 from megatron_mtp.extensions.plan.planning import pipeline_of
 from megatron_mtp.extensions.plan.report import memory_table
 from megatron_mtp.extensions.plan.sizes import model_of
-from megatron_mtp.spec.config import trained_depths
+from megatron_mtp.spec.head import trained_depths
 from megatron_mtp.training.arguments import checked_model_config, parse_run_args, true_vocab_size
 from megatron_mtp.training.checks import check_data, check_trunk
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
 from megatron_mtp.megatron.parser import CUDA, arguments_without
-from megatron_mtp.model.specs import having
+from megatron_mtp.model.swapped import having
 from megatron_mtp.spec.config import flag_of
 from megatron_mtp.training.checks import check_hub
 from megatron_mtp.training.documents import named_prefixes

@@ -6,7 +6,8 @@ from argparse import Namespace
 from contextlib import redirect_stdout
 from itertools import product
 
-from megatron_mtp.common.errors import Parser, check_counts, named, sentences
+from megatron_mtp.common.command import check_counts, named
+from megatron_mtp.common.errors import Parser, sentences
 from megatron_mtp.decoding.config import MOST_DRAFTED
 from megatron_mtp.extensions.predict.engines import ENGINES
 from megatron_mtp.megatron.runtime import quieten

@@ -26,7 +26,7 @@ from megatron_mtp.decoding.load import Loaded, load_checkpoint
 from megatron_mtp.extensions.predict.acceptance import Sample
 from megatron_mtp.megatron.checkpoint.iterations import is_checkpoint
 from megatron_mtp.megatron.checkpoint.reader import DistReader
-from megatron_mtp.spec.config import stands_beside
+from megatron_mtp.spec.head import stands_beside
 
 BATCH = 8
 """Sequences that are continued together."""

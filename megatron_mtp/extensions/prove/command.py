@@ -4,7 +4,8 @@ import json
 from argparse import Namespace
 from dataclasses import replace
 
-from megatron_mtp.common.errors import Parser, named, status_of
+from megatron_mtp.common.command import named, status_of
+from megatron_mtp.common.errors import Parser
 from megatron_mtp.common.files import write_page
 
 FOUND_WRONG = 1

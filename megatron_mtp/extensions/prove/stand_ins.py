@@ -77,7 +77,7 @@ def stand_in() -> None:
     for name in "tensor empty zeros ones full arange".split():
         setattr(torch, name, _on_the_cpu(getattr(torch, name)))
     for name in ("transformer_engine", "apex"):
-        sys.modules[name] = None  # makes its import raise ImportError
+        sys.modules[name] = None  # type: ignore[assignment]  # makes its import raise ImportError
 
 
 def _on_the_cpu(make: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from argparse import Namespace
 
-from megatron_mtp.common.errors import Parser, from_extra, named, status_of
+from megatron_mtp.common.command import from_extra, named, status_of
+from megatron_mtp.common.errors import Parser
 from megatron_mtp.common.files import write_page
 
 PAGE = "report.html"

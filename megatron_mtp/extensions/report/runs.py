@@ -6,7 +6,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from megatron_mtp.training.run_files import Row, read_rows, read_run_record
+from megatron_mtp.training.read_runs import read_rows, read_run_record
+from megatron_mtp.training.run_files import Row
 
 DRAFTS = "drafts.json"
 

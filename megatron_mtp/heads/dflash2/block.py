@@ -116,8 +116,7 @@ class DFlash2Layer(BiasedLayer):
 
     def __init__(self, drafter: HeadSpec, config: TransformerConfig, *others: Any) -> None:
         super().__init__(drafter, config, *others)
-        assert drafter.markov_rank is not None
-        self.markov_projection = self.whole_on_every_rank(drafter.markov_rank, config.hidden_size)
+        self.markov_projection = self.whole_on_every_rank(drafter.own["drafter_markov_rank"], config.hidden_size)
 
     @override
     def before(self, state: Tensor, token: Tensor) -> Tensor:

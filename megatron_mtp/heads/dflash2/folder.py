@@ -25,13 +25,12 @@ class DFlash2Folder(BlockCodec):
 
     @override
     def inner(self, kind: HeadSpec) -> dict[str, Any]:
-        rows = kind.drafts + kind.idle_rows
-        return {**super().inner(kind), **self.own_forms, "selector_rank": kind.markov_rank, "block_size": rows}
+        own = {"selector_rank": kind.own["drafter_markov_rank"], "block_size": kind.drafts + kind.idle_rows}
+        return {**super().inner(kind), **self.own_forms, **own}
 
     @override
     def rules(self, kind: HeadSpec, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
-        hidden, rank, vocabulary = sizes["hidden_size"], kind.markov_rank, sizes["vocab_size"]
-        assert rank is not None
+        hidden, rank, vocabulary = sizes["hidden_size"], kind.own["drafter_markov_rank"], sizes["vocab_size"]
         kernels = 2 * TAPS * (hidden // CHANNELS_OF_A_KERNEL), hidden
         rules = super().rules(kind, sizes, layer, rows)
         for number in range(kind.depth):

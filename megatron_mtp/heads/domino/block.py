@@ -34,9 +34,8 @@ class DominoLayer(BlockDrafterLayer):
 
     def __init__(self, drafter: HeadSpec, config: TransformerConfig, *others: Any) -> None:
         super().__init__(drafter, config, *others)
-        size, rank, hidden = drafter.gru_size, drafter.markov_rank, config.hidden_size
-        assert size is not None
-        assert rank is not None
+        size, rank = drafter.own["drafter_gru_size"], drafter.own["drafter_markov_rank"]
+        hidden = config.hidden_size
         self.gru_input = self.whole_on_every_rank(3 * size, hidden)
         self.gru_state = self.whole_on_every_rank(3 * size, size)
         self.bias_input = self.whole_on_every_rank(rank, hidden + size)

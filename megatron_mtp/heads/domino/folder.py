@@ -23,18 +23,18 @@ class DominoFolder(BlockCodec):
 
     @override
     def keys(self, kind: HeadSpec) -> dict[str, Any]:
-        return super().keys(kind) | {"emb_dim": kind.markov_rank}
+        return super().keys(kind) | {"emb_dim": kind.own["drafter_markov_rank"]}
 
     @override
     def inner(self, kind: HeadSpec) -> dict[str, Any]:
-        own = {"emb_dim": kind.markov_rank, "gru_hidden_dim": kind.gru_size, "shift_label": not kind.idle_rows}
+        rank, size = kind.own["drafter_markov_rank"], kind.own["drafter_gru_size"]
+        own = {"emb_dim": rank, "gru_hidden_dim": size, "shift_label": not kind.idle_rows}
         return {**super().inner(kind), **self.own_forms, **own}
 
     @override
     def rules(self, kind: HeadSpec, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
-        size, rank, hidden, vocabulary = kind.gru_size, kind.markov_rank, sizes["hidden_size"], sizes["vocab_size"]
-        assert size is not None
-        assert rank is not None
+        size, rank = kind.own["drafter_gru_size"], kind.own["drafter_markov_rank"]
+        hidden, vocabulary = sizes["hidden_size"], sizes["vocab_size"]
         return [
             *super().rules(kind, sizes, layer, rows),
             rename("prefix_gru.weight_ih_l0", f"{DRAFTER}gru_input", (3 * size, hidden)),

@@ -25,8 +25,7 @@ class DSparkLayer(BiasedLayer):
 
     def __init__(self, drafter: HeadSpec, config: TransformerConfig, *others: Any) -> None:
         super().__init__(drafter, config, *others)
-        assert drafter.markov_rank is not None
-        self.confidence_weight = self.whole_on_every_rank(1, config.hidden_size + drafter.markov_rank)
+        self.confidence_weight = self.whole_on_every_rank(1, config.hidden_size + drafter.own["drafter_markov_rank"])
         self.confidence_bias = self.whole_on_every_rank(1)
 
     def confidence(self, state_and_token: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Table row of DSpark: layers that it reads, loss, settings and parts."""
 
 from megatron_mtp.spec.kinds import (
+    IDLE_ROWS,
     MARKOV,
     MARKOV_RANK,
     SETTINGS_OF_BLOCKS,
@@ -20,7 +21,7 @@ ROW = DrafterKind(
     default_layers=spread_layers,
     weights=weights_of_blocks,
     loss={"mtp_loss": "mix", "mtp_loss_mix": "ce=0.1,tv=0.9"},
-    settings={**SETTINGS_OF_BLOCKS, "drafter_markov_rank": MARKOV_RANK, "drafter_idle_rows": 0},
+    settings={**SETTINGS_OF_BLOCKS, **MARKOV_RANK, **IDLE_ROWS},
     also_called=("DSparkSpeculator", "DSparkDraftModel"),
     has_confidence=True,
     begins={**MARKOV, "confidence_weight": 0, "confidence_bias": 0},

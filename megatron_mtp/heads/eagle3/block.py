@@ -121,7 +121,7 @@ class Eagle3Block(OneLayerBlock):
     @override
     def submodules(cls, drafter: HeadSpec, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
         own = layer_config(config, drafter)
-        norms = partial(InputNorms, before_residual=drafter.norm_before_residual)
+        norms = partial(InputNorms, before_residual=bool(drafter.own["drafter_norm_before_residual"]))
         spec = layer_spec(own, WITH_CHAIN, input_layernorm=norms)
         return MultiTokenPredictionLayerSubmodules(of_both(spec, config), PortableNorm, shares_kv=True)
 

@@ -31,7 +31,7 @@ class Eagle3Folder(OneLayerCodec):
     def keys(self, kind: HeadSpec) -> dict[str, Any]:
         returns = [number - 1 for number in kind.layers]
         own = {AUX_LAYERS: [*kind.layers], OF_ONE_LAYER: {AUX_LAYERS: returns, "use_aux_hidden_state": True}}
-        return super().keys(kind) | own | ({"norm_before_residual": True} if kind.norm_before_residual else {})
+        return super().keys(kind) | own
 
     @override
     def rules(self, kind: HeadSpec, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:

@@ -1,6 +1,6 @@
 """Table row of EAGLE-3: layers that it reads, loss, settings and parts."""
 
-from megatron_mtp.spec.kinds import DrafterKind, weights_of_passes
+from megatron_mtp.spec.kinds import SWITCH, DrafterKind, Setting, weights_of_passes
 
 READS = 3
 """Layers of the trunk that EAGLE-3 reads."""
@@ -17,6 +17,17 @@ def default_layers(layers: int, _: int | None = None) -> tuple[int, ...]:
     return chosen if sorted(set(chosen)) == [*chosen] and chosen[0] >= 1 else (1, layers // 2, layers - 1)
 
 
+NORM_BEFORE_RESIDUAL = {
+    "drafter_norm_before_residual": Setting(
+        0,
+        "1: the residual path of {kinds} carries the normalized feature, as in speculators. Default: 0, the feature "
+        "itself.",
+        allowed=SWITCH,
+        metavar="N",
+        key="norm_before_residual",
+    )
+}
+
 ROW = DrafterKind(
     name="eagle3",
     called="an EAGLE-3 drafter",
@@ -31,7 +42,7 @@ ROW = DrafterKind(
     default_layers=default_layers,
     weights=weights_of_passes,
     loss={"mtp_loss": "kd"},
-    settings={"drafter_layers": None, "drafter_norm_before_residual": 0, "drafter_multi_latent_attention": None},
+    settings=NORM_BEFORE_RESIDUAL,
     also_called=("Eagle3Speculator", "Eagle3DraftModel"),
     latent_architectures=("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
     reads=READS,

@@ -85,7 +85,7 @@ class PEagleLayer(LayeredDrafter):
     def spec_of(self, number: int, submodules: MultiTokenPredictionLayerSubmodules, drafter: HeadSpec) -> ModuleSpec:
         if number > 1:
             return submodules.tf_layer
-        norms = partial(InputNorms, before_residual=drafter.norm_before_residual)
+        norms = partial(InputNorms, before_residual=bool(drafter.own["drafter_norm_before_residual"]))
         spec = submodules.tf_layer
         own = replace(spec.submodules, input_layernorm=norms)
         return of_both(ModuleSpec(spec.module, submodules=own), self.config)

@@ -1,7 +1,9 @@
 """Table row of P-EAGLE: layers that it reads, loss, settings and parts."""
 
-from megatron_mtp.heads.eagle3.row import READS, default_layers
-from megatron_mtp.spec.kinds import BLOCKS, DrafterKind
+from dataclasses import replace
+
+from megatron_mtp.heads.eagle3.row import NORM_BEFORE_RESIDUAL, READS, default_layers
+from megatron_mtp.spec.kinds import SETTINGS_OF_BLOCKS, DrafterKind
 
 
 def weights(drafts: int) -> list[float]:
@@ -26,12 +28,9 @@ ROW = DrafterKind(
     weights=weights,
     loss={"mtp_loss": "kd"},
     settings={
-        "drafter_layers": None,
-        "drafter_num_layers": 4,
-        "drafter_mask_token": None,
-        "drafter_blocks": BLOCKS,
-        "drafter_full_layers": None,
-        "drafter_norm_before_residual": 0,
+        **{name: SETTINGS_OF_BLOCKS[name] for name in ("drafter_mask_token", "drafter_blocks", "drafter_full_layers")},
+        "drafter_num_layers": replace(SETTINGS_OF_BLOCKS["drafter_num_layers"], default=4),
+        **NORM_BEFORE_RESIDUAL,
     },
     also_called=("PEagleSpeculator", "PeagleLlamaForCausalLM"),
     reads=READS,

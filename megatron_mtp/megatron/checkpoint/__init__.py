@@ -1,8 +1,11 @@
 """Megatron's distributed checkpoints.
 
 catalogue.py   contents of an iteration, read without running code; checksums
+sealing.py     checksums of what is being written
 iterations.py  the newest complete iteration of a folder, the tracker, and the tokenizer stored with them
 reader.py      read tensors piece by piece without a model; complete files; the MTP layers
+damage.py      one sentence for what torch and Megatron raise for checkpoints that cannot be read
+bits.py        values and bits of tensors
 writer.py      write checkpoints without a model
 
 Below are file names and tensor keys. A norm has two keys, because Megatron's own modules and Transformer Engine's place
@@ -27,6 +30,16 @@ DRAFT_VOCABULARY = "mtp.draft_vocabulary"
 """Key of the draft vocabulary's tokens [N]: a buffer of the MTP block."""
 DRAFTER = "drafter."
 """Key prefix of a drafter."""
+COMMON = "common_state/shard_0_1"
+"""Megatron's key for everything except tensors."""
+HYBRID_NORM = "decoder.final_norm.weight"
+"""Key that checkpoints of hybrids have and checkpoints of GPTs do not."""
+HEAD_STATE = "output_layer._extra_state/shard_0_1"
+"""Kernel state that Megatron's hybrid expects and its GPT does not."""
+STATE = r"(?:chained_\d+\.)?optimizer\."
+"""Key prefix of the optimizer's tensors."""
+ABSENT = "absent: "
+"""Key prefix of model entries that the checkpoint to load does not have; an optimizer's keys end with them."""
 
 _PAIRS = (
     (OWN_NORM, FUSED_NORM),

@@ -21,10 +21,8 @@ import os
 import pickle
 import re
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
@@ -78,7 +76,7 @@ def read_catalogue(folder: Path) -> "Metadata":
         raise ValueError(f"{folder / CATALOGUE} is not a catalogue of a checkpoint: {said}.") from None
     try:
         record = json.loads((folder / CHECKSUMS).read_text())
-        differs = record["save_id"] == _save_id(metadata) and record["catalogue"] != zlib.crc32(content)
+        differs = record["save_id"] == save_id_of(metadata) and record["catalogue"] != zlib.crc32(content)
     except (OSError, ValueError, TypeError, KeyError):  # missing, or truncated by a kill or a full disk
         differs = False
     if differs:
@@ -86,16 +84,8 @@ def read_catalogue(folder: Path) -> "Metadata":
     return metadata
 
 
-def seal(folder: Path) -> None:
-    """Write the checksum of the metadata that has just been written to an iteration's folder."""
-    if not (folder / CATALOGUE).is_file():
-        return  # the checkpoint is in a remote store
-    content = (folder / CATALOGUE).read_bytes()
-    save_id = _save_id(load_catalogue(io.BytesIO(content)))
-    (folder / CHECKSUMS).write_text(json.dumps({"save_id": save_id, "catalogue": zlib.crc32(content)}) + "\n")
-
-
-def _save_id(metadata: "Metadata") -> str | None:
+def save_id_of(metadata: "Metadata") -> str | None:
+    """Return the id of the save that wrote the metadata; None if it has none."""
     return getattr(metadata.storage_meta, "save_id", None)
 
 
@@ -145,53 +135,11 @@ def foreign(error: pickle.UnpicklingError) -> str:
     return f"{named.group(1) if named else 'something'}, which no checkpoint of Megatron's holds"
 
 
-def read_metadata(reader: Any, *_: Any, **settings: Any) -> "Metadata":
-    """Replacement of `FileSystemReader.read_metadata`."""
-    from torch.distributed.checkpoint.metadata import StorageMeta
-
-    with reader.fs.create_stream(reader._get_metadata_path(settings.get("rank")), "rb") as stream:
-        metadata = load_catalogue(stream)
-    if metadata.storage_meta is None:
-        metadata.storage_meta = StorageMeta()
-    metadata.storage_meta.load_id = reader.load_id
-    return metadata
-
-
-def load_bytes(planner: Any, read_item: Any, value: IO[bytes]) -> None:
-    """Replacement of `DefaultLoadPlanner.load_bytes`."""
-    from torch.distributed.checkpoint._traverse import set_element
-
-    name = read_item.dest_index.fqn
-    try:
-        loaded = torch.load(value, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise DamagedError(f"its entry '{name}' holds {foreign(error)}") from None
-    if planner.flatten_state_dict:
-        set_element(planner.original_state_dict, planner.mappings[name], loaded)
-    else:
-        planner.state_dict[name] = loaded
-
-
 # --- checksums -------------------------------------------------------------------------------------------------------
 
 
 class DamagedError(ValueError):
     """A checkpoint that cannot be read; the message is one sentence."""
-
-
-class Summed:
-    """An output stream that computes the checksum of what is written."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self.crc32 = stream, 0
-
-    def write(self, data: Any) -> int:
-        """Write data and update the checksum. Return the number of bytes written."""
-        self.crc32 = zlib.crc32(data, self.crc32)
-        return self._stream.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def crc32_of(stream: IO[bytes], offset: int, length: int) -> int | None:
@@ -225,19 +173,6 @@ def check_entry(stream: IO[bytes], place: Any, file: str) -> None:
         )
 
 
-def with_checksum(write_item: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `_write_item`, which writes an entry, to add a checksum to its location. Megatron inspects the signature."""
-
-    @functools.wraps(write_item)
-    def write(transforms: Any, stream: IO[bytes], *rest: Any, **settings: Any) -> Any:
-        summed = Summed(stream)
-        result = write_item(transforms, summed, *rest, **settings)
-        result.storage_data.crc32 = summed.crc32
-        return result
-
-    return write
-
-
 def checked_once(slice_file: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `FileSystemReader._slice_file`, which opens an entry, so that a reader checks every entry once."""
 
@@ -250,63 +185,3 @@ def checked_once(slice_file: Callable[..., Any]) -> Callable[..., Any]:
         return slice_file(reader, file, place)
 
     return opened
-
-
-# --- probes: is the bug present? -------------------------------------------------------------------------------------
-
-
-class Planted:
-    """A class that no checkpoint contains, for probes."""
-
-
-def unpickles_catalogues(read_metadata: Callable[..., Any]) -> bool:
-    """Return whether the metadata may name any class."""
-
-    @contextmanager
-    def stream(*_: Any) -> Iterator[io.BytesIO]:
-        yield io.BytesIO(pickle.dumps(Planted()))
-
-    reader = SimpleNamespace(
-        fs=SimpleNamespace(create_stream=stream), _get_metadata_path=lambda *_: "catalogue", load_id=None
-    )
-    try:
-        read_metadata(reader)
-    except pickle.UnpicklingError:
-        return False
-    return True
-
-
-def unpickles_objects(load_bytes: Callable[..., Any]) -> bool:
-    """Return whether an entry may name any class."""
-    content = io.BytesIO()
-    torch.save(Planted(), content)
-    content.seek(0)
-    planner = SimpleNamespace(flatten_state_dict=False, state_dict={})
-    try:
-        load_bytes(planner, SimpleNamespace(dest_index=SimpleNamespace(fqn="entry")), content)
-    except (pickle.UnpicklingError, ValueError):
-        return False
-    return "entry" in planner.state_dict
-
-
-def writes_no_checksum(write_item: Callable[..., Any]) -> bool:
-    """Return whether the record of an entry's location has no checksum."""
-    from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms
-    from torch.distributed.checkpoint.planner import WriteItemType
-
-    item = SimpleNamespace(type=WriteItemType.BYTE_IO, index=None)
-    content = io.BytesIO(b"bytes")
-    written = write_item(
-        _StorageWriterTransforms(), io.BytesIO(), content, item, "file", SerializationFormat.TORCH_SAVE
-    )
-    return not any(part in name for name in vars(written.storage_data) for part in ("crc", "checksum", "hash", "sha"))
-
-
-def reads_damaged_bytes(slice_file: Callable[..., Any]) -> bool:
-    """Return whether an entry is opened even if its checksum does not match."""
-    place = SimpleNamespace(relative_path="file", offset=0, length=5, crc32=0, transform_descriptors=None)
-    try:
-        slice_file(SimpleNamespace(), io.BytesIO(b"bytes"), place)
-    except ValueError:
-        return False
-    return True

@@ -6,26 +6,19 @@ counts MTP layers in a checkpoint uses `StoredDepths`.
 """
 
 import io
-import pickle
 import re
-import struct
-import time
 import zipfile
 import zlib
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.safe_globals import register_safe_globals
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -37,28 +30,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_mtp.common.files import default_workers
-from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, DRAFTER
-from megatron_mtp.megatron.checkpoint.catalogue import (
-    CATALOGUE,
-    FORMAT,
-    DamagedError,
-    check_entry,
-    checked_once,
-    foreign,
-    read_catalogue,
-)
+from megatron_mtp.megatron.checkpoint import COMMON, DRAFT_VOCABULARY, DRAFTER, STATE
+from megatron_mtp.megatron.checkpoint.catalogue import CATALOGUE, FORMAT, checked_once, read_catalogue
+from megatron_mtp.megatron.checkpoint.damage import read_errors
 from megatron_mtp.megatron.checkpoint.iterations import another, iteration_folder
 
-COMMON = "common_state/shard_0_1"
-"""Megatron's key for everything except tensors."""
-HYBRID_NORM = "decoder.final_norm.weight"
-"""Key that checkpoints of hybrids have and checkpoints of GPTs do not."""
-HEAD_STATE = "output_layer._extra_state/shard_0_1"
-"""Kernel state that Megatron's hybrid expects and its GPT does not."""
 _QUERY_NORM = "self_attention.linear_q_proj.layer_norm_"
-STATE = r"(?:chained_\d+\.)?optimizer\."
-"""Key prefix of the optimizer's tensors."""
 _STATE = re.compile(STATE)
 _STACKED = re.compile(rf"((?:{STATE}state\.\w+\.)?decoder\.layers\.)(?!\d)(.+)")
 _STACKED_OBJECT = re.compile(r"(decoder\.layers\.)(?!\d)(.+/shard)_(\d+)((?:\.\d+)*)_\d+((?:\.\d+)*)")
@@ -383,41 +360,6 @@ def stored_draft_vocabulary(folder: Path, of_drafter: bool = False) -> Tensor | 
     return reader.read(key) if reader.holds(key) else None
 
 
-READ_ERRORS = (
-    ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError, OSError, RuntimeError, EOFError,
-    MemoryError, pickle.UnpicklingError, struct.error, CheckpointingException, CheckpointException,
-)  # fmt: skip
-"""Exceptions that torch and Megatron raise for files that are damaged, missing or from another model."""
-
-
-@contextmanager
-def read_errors(where: str) -> Iterator[None]:
-    """Turn errors of torch and Megatron while reading a checkpoint into one sentence that begins with `where`."""
-    try:
-        yield
-    except DamagedError:
-        raise
-    except READ_ERRORS as error:
-        raise DamagedError(f"{where}: {reason(error)}.") from None
-
-
-def reason(error: BaseException) -> str:
-    """Return the first line of the original error, without the final period."""
-    error = root_of(error)
-    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    if isinstance(error, pickle.UnpicklingError) and "weights" in text.lower():
-        return f"it holds {foreign(error)}"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    first = lines[0].removesuffix(".") if lines else ""
-    return first[:400] if " " in first else f"{type(error).__name__} {first}".strip()
-
-
-def root_of(error: BaseException) -> BaseException:
-    """Return the first rank's error if torch has collected errors of all ranks, otherwise the error itself."""
-    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
-    return next((of_rank for of_rank, _ in failures), error)
-
-
 def check_files(folder: Path, places: Mapping[Any, Any]) -> None:
     """Raise ValueError if a file is missing, or shorter than a checkpoint's metadata (`places`) require."""
     ends: dict[str, int] = {}
@@ -430,58 +372,3 @@ def check_files(folder: Path, places: Mapping[Any, Any]) -> None:
         if (size := file.stat().st_size) < end:
             remedy = f"{another(folder)}, or fetch the file again"
             raise ValueError(f"{file} has {size} bytes, but the checkpoint put {end} into it; {remedy}.")
-
-
-def check_entries(folder: Path) -> dict[str, Any]:
-    """Compare every entry of a checkpoint with its checksum. Return counts and seconds by name.
-
-    Raises:
-        ValueError: entries differ; the message names the first one and counts the others.
-    """
-    began = time.monotonic()
-    places = {(place.relative_path, place.offset): place for place in read_catalogue(folder).storage_data.values()}
-    check_files(folder, places)
-    by_file: dict[str, list[Any]] = {}
-    for name, offset in sorted(places):
-        by_file.setdefault(name, []).append(places[name, offset])
-
-    def differing(name: str) -> list[str]:
-        errors = []
-        with open(folder / name, "rb") as stream:
-            for place in by_file[name]:
-                try:
-                    check_entry(stream, place, str(folder / name))
-                except ValueError as error:
-                    errors.append(str(error))
-        return errors
-
-    with ThreadPoolExecutor(default_workers()) as pool:
-        found = [error for errors in pool.map(differing, by_file) for error in errors]
-    if found:
-        others = f" ({len(found) - 1} other entries are damaged, too)" if len(found) > 1 else ""
-        raise ValueError(f"{found[0]}{others}")
-    summed = [place for place in places.values() if hasattr(place, "crc32")]
-    return {
-        "entries": len(places),
-        "entries with their checksum": len(summed),
-        "bytes compared": sum(place.length for place in summed),
-        "seconds": round(time.monotonic() - began, 2),
-    }
-
-
-def equal_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same shape, dtype and bits: a NaN equals itself, -0 does not equal 0."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    pair = [tensor.detach().contiguous().reshape(-1) for tensor in (one, other)]
-    places = [number * each.element_size() for each in pair for number in (each.numel(), each.storage_offset())]
-    kind = torch.uint8 if any(place % 8 for place in places) else torch.int64  # 8-byte words compare six times as fast
-    return torch.equal(*(each.view(kind) for each in pair))
-
-
-def bounds(tensor: Tensor) -> tuple[float, float] | tuple[None, None]:
-    """Return the smallest and largest value, NaN if there is one; None for integers, FP8 and empty tensors."""
-    if not tensor.is_floating_point() or tensor.element_size() == 1 or not tensor.numel():
-        return None, None
-    low, high = torch.aminmax(tensor.detach())
-    return low.item(), high.item()

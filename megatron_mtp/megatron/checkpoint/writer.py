@@ -27,8 +27,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_mtp.common.files import synced
-from megatron_mtp.megatron.checkpoint.catalogue import CATALOGUE, FORMAT, Summed, crc32_of, seal
-from megatron_mtp.megatron.checkpoint.reader import COMMON, HEAD_STATE, HYBRID_NORM, STATE
+from megatron_mtp.megatron.checkpoint import COMMON, HEAD_STATE, HYBRID_NORM, STATE
+from megatron_mtp.megatron.checkpoint.catalogue import CATALOGUE, FORMAT, crc32_of
+from megatron_mtp.megatron.checkpoint.sealing import Summed, seal
 
 _KERNEL = re.compile(r"(.+\.)(linear_\w+|eh_proj|in_proj|out_proj|fc\d_latent_proj|fc|\w*norm)\.weight(?:\.\w+)?")
 

@@ -14,7 +14,8 @@ from typing import Any, cast
 
 import torch
 
-from megatron_mtp.megatron.patches.patch import Function, names_in, with_globals
+from megatron_mtp.megatron.patches.code import names_in, with_globals
+from megatron_mtp.megatron.patches.patch import Function
 
 
 def count_for_expert_bias(router: Any, routing_map_TE: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:

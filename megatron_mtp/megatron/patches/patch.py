@@ -13,7 +13,6 @@ target: each replacement wraps the previous one.
 import importlib
 import importlib.metadata
 import importlib.util
-import inspect
 import runpy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +22,16 @@ from enum import Enum
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from types import CodeType, FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from packaging.specifiers import SpecifierSet
+
+CORE = ">=0.19.0,<=0.19.2"
+"""Releases of megatron-core whose source the rows know."""
+ISSUES = "https://github.com/NVIDIA/Megatron-LM/issues"
+PULLS = "https://github.com/NVIDIA/Megatron-LM/pull"
+NONE = "none known"
 
 Function = Callable[..., Any]
 Probe = Callable[[Any], bool | None]
@@ -195,55 +199,3 @@ def while_replaced(patches: Sequence[Patch], replacements: dict[str, Replace]) -
     finally:
         for owner, name, found in before:
             setattr(owner, name, found)
-
-
-# --- for probes ------------------------------------------------------------------------------------------------------
-
-
-def names_in(function: Function) -> set[str]:
-    """Return the names and strings in the code of a function and of functions inside it."""
-    waiting, names = [cast(FunctionType, inspect.unwrap(function)).__code__], set[str]()
-    while waiting:
-        code = waiting.pop()
-        names |= {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
-        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return names
-
-
-def with_globals(function: Function, **changed: Any) -> Function:
-    """Return a copy of the function with some global names rebound."""
-    plain = cast(FunctionType, inspect.unwrap(function))
-    made = FunctionType(plain.__code__, {**plain.__globals__, **changed}, plain.__name__, plain.__defaults__)
-    made.__kwdefaults__ = plain.__kwdefaults__
-    return made
-
-
-def has_no_callbacks(_: Any) -> bool:
-    """Return whether `pretrain()` takes no callbacks, so runs can be observed only through its functions' arguments."""
-    from megatron.training import training
-
-    return not any("callback" in name for name in inspect.signature(training.pretrain).parameters)
-
-
-def called_by_name(*first: str) -> Probe:
-    """Return a probe: does Megatron's loop call the function by its name in the module, with these first arguments?"""
-
-    def probe(function: Function) -> bool | None:
-        if tuple(inspect.signature(function).parameters)[: len(first)] != first:
-            return None
-        return any(function.__name__ in caller.__code__.co_names for caller in _functions_of_loop())
-
-    return probe
-
-
-def _functions_of_loop() -> list[FunctionType]:
-    from megatron.training import training
-
-    functions = [inspect.unwrap(one) for one in vars(training).values() if inspect.isfunction(one)]
-    return [cast(FunctionType, one) for one in functions if one.__module__ == training.__name__]
-
-
-def unobserved(*first: str) -> Probe:
-    """Return a probe: are there no callbacks, and does the loop call the function as in `called_by_name`?"""
-    by_name = called_by_name(*first)
-    return lambda function: by_name(function) if has_no_callbacks(function) else False

@@ -31,14 +31,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_mtp.megatron.checkpoint.catalogue import CHECKSUMS, FORMAT, seal
-from megatron_mtp.megatron.patches.patch import Function, names_in, with_globals
+from megatron_mtp.megatron.checkpoint import ABSENT
+from megatron_mtp.megatron.checkpoint.catalogue import CHECKSUMS, FORMAT
+from megatron_mtp.megatron.checkpoint.sealing import seal
+from megatron_mtp.megatron.patches.code import names_in, with_globals
+from megatron_mtp.megatron.patches.patch import Function
 
 PR_SET_PDEATHSIG = 1
 """Linux option for the signal that a process gets when its parent has ended (prctl(2))."""
-
-BEFORE_SAVES: list[Callable[[Path], None]] = []
-"""Functions that the first rank calls before every save, with the folder of all iterations."""
 
 Save = Callable[..., Any]
 """Signature of `dist_checkpointing.save`: state, folder of the iteration, and settings; returns an AsyncRequest or
@@ -73,19 +73,6 @@ def sealed(save: Save) -> Save:
         elif is_first:
             request.finalize_fns.append(partial(seal, folder))
         return request
-
-    return saved
-
-
-def announced(save: Save) -> Save:
-    """Wrap a save so that the first rank calls `BEFORE_SAVES` before it."""
-
-    @functools.wraps(save)
-    def saved(state: Any, checkpoint_dir: str, *rest: Any, **settings: Any) -> Any:
-        if torch.distributed.get_rank() == 0:
-            for prepare in BEFORE_SAVES:
-                prepare(Path(checkpoint_dir).parent)
-        return save(state, checkpoint_dir, *rest, **settings)
 
     return saved
 
@@ -264,8 +251,6 @@ def _not_sharded(optimizer: dict[str, Any]) -> Any:
 
 # --- parameters that the checkpoint lacks ----------------------------------------------------------------------------
 
-ABSENT = "absent: "
-"""Key prefix of model entries that the checkpoint to load does not have; an optimizer's keys end with them."""
 OWN_COPY, LISTS = ("param", "fp32_param"), "fp32_from_fp16_params"
 """Optimizer states that are a copy of the parameter, and the key under which one optimizer keeps them."""
 

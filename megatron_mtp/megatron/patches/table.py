@@ -1,30 +1,17 @@
-"""THE TABLE: every function of Megatron, and of torch's checkpoints, that this package replaces.
+"""THE TABLE: every function of Megatron, and of torch's checkpoints, that this package replaces in every process.
 
-`install()` applies `PATCHES` for the life of the process; `LOOP` is applied during a training run (`training/run.py`).
-CPU substitutes for CUDA are in a separate table, `cpu.py`.
+`install()` applies `PATCHES` for the life of the process. Functions that a training run wraps are in a table of their
+own, `loop.py`, and so are CPU substitutes for CUDA, `../cpu.py`.
 
 The sources of megatron-core 0.19.0, 0.19.1 and 0.19.2 are identical in everything that is listed here. Probes find
 torch's bugs in 2.11 and in 2.15.
 """
 
-from megatron_mtp.megatron.checkpoint import catalogue
-from megatron_mtp.megatron.patches import layers, saving
-from megatron_mtp.megatron.patches.patch import (
-    Patch,
-    Probe,
-    State,
-    apply,
-    called_by_name,
-    has_no_callbacks,
-    state_of,
-    unobserved,
-)
+from megatron_mtp.megatron.checkpoint.catalogue import checked_once
+from megatron_mtp.megatron.patches import layers, reading, saving
+from megatron_mtp.megatron.patches.patch import CORE, ISSUES, NONE, PULLS, Patch, State, apply, state_of
 
-CORE = ">=0.19.0,<=0.19.2"
 TORCH = ">=2.11.0a0,<2.16"
-ISSUES = "https://github.com/NVIDIA/Megatron-LM/issues"
-PULLS = "https://github.com/NVIDIA/Megatron-LM/pull"
-NONE = "none known"
 
 PATCHES = (
     Patch(
@@ -113,8 +100,8 @@ PATCHES = (
         "Megatron's copy of torch's function writes entries without checksums.",
         NONE,
         CORE,
-        catalogue.writes_no_checksum,
-        catalogue.with_checksum,
+        reading.writes_no_checksum,
+        reading.with_checksum,
     ),
     Patch(
         "megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
@@ -149,14 +136,6 @@ PATCHES = (
         saving.unmarked_meanwhile,
     ),
     Patch(
-        "megatron.core.dist_checkpointing:save",
-        "The tokenizer belongs in a checkpoint, and Megatron calls nothing before a save.",
-        f"callbacks: {PULLS}/5610",
-        CORE,
-        has_no_callbacks,
-        saving.announced,
-    ),
-    Patch(
         "megatron.core.dist_checkpointing:load",
         "An optimizer's state cannot be loaded by a model with layers that the checkpoint lacks.",
         NONE,
@@ -169,8 +148,8 @@ PATCHES = (
         "Entries of a checkpoint are written without checksums.",
         NONE,
         TORCH,
-        catalogue.writes_no_checksum,
-        catalogue.with_checksum,
+        reading.writes_no_checksum,
+        reading.with_checksum,
         package="torch",
     ),
     Patch(
@@ -178,8 +157,8 @@ PATCHES = (
         "Damaged entries of a checkpoint are loaded.",
         NONE,
         TORCH,
-        catalogue.reads_damaged_bytes,
-        catalogue.checked_once,
+        reading.reads_damaged_bytes,
+        checked_once,
         package="torch",
     ),
     Patch(
@@ -187,8 +166,8 @@ PATCHES = (
         "The catalogue of a checkpoint is unpickled, which runs whatever code it names.",
         "https://github.com/pytorch/pytorch/issues/189308",
         TORCH,
-        catalogue.unpickles_catalogues,
-        lambda _: catalogue.read_metadata,
+        reading.unpickles_catalogues,
+        lambda _: reading.read_metadata,
         package="torch",
     ),
     Patch(
@@ -196,77 +175,12 @@ PATCHES = (
         "Objects in a checkpoint are unpickled, which runs whatever code they name.",
         "https://github.com/pytorch/pytorch/issues/189308",
         TORCH,
-        catalogue.unpickles_objects,
-        lambda _: catalogue.load_bytes,
+        reading.unpickles_objects,
+        lambda _: reading.load_bytes,
         package="torch",
     ),
 )
 """Patches in the order in which they are applied; rows of one target are adjacent."""
-
-
-def _of_loop(name: str, reason: str, probe: Probe) -> Patch:
-    return Patch(f"megatron.training.training:{name}", reason, f"callbacks: {PULLS}/5610", CORE, probe)
-
-
-LOOP = (
-    _of_loop(
-        "train_step",
-        "The loop has no callback for the beginning of a step.",
-        unobserved(),
-    ),
-    _of_loop(
-        "training_log",
-        "The loop has no callback for the figures of a step.",
-        unobserved(
-            "loss_dict",
-            "total_loss_dict",
-            "learning_rate",
-            "iteration",
-            "loss_scale",
-            "report_memory_flag",
-            "skipped_iter",
-            "grad_norm",
-        ),
-    ),
-    _of_loop(
-        "evaluate_and_print_results",
-        "The loop has no callback for evaluations and their data.",
-        unobserved("prefix"),
-    ),
-    _of_loop(
-        "save_checkpoint_and_time",
-        "The loop has no callback for saved checkpoints.",
-        unobserved("iteration"),
-    ),
-    _of_loop(
-        "checkpoint_and_decide_exit",
-        "The loop has no callback that saves a state for its evaluation, or ends the run.",
-        unobserved(
-            "model",
-            "optimizer",
-            "opt_param_scheduler",
-            "iteration",
-            "num_floating_point_operations_so_far",
-            "checkpointing_context",
-            "train_data_iterator",
-        ),
-    ),
-    Patch(
-        "megatron.training.training:get_megatron_optimizer",
-        "The loop's optimizer has no parameter group of the MTP layers.",
-        f"{ISSUES}/1263",
-        CORE,
-        called_by_name(),
-    ),
-    Patch(
-        "megatron.training.training:num_floating_point_operations",
-        "The log counts --mtp-num-layers of a repeated layer, and not its passes of --mtp-unroll.",
-        NONE,
-        CORE,
-        called_by_name(),
-    ),
-)
-"""Patches that each run applies at its start and reverts at its end."""
 
 
 def install() -> None:

@@ -14,7 +14,7 @@ from run_flags import DEPTHS, MOCK, MODEL, ROPE, _in_no_job  # noqa: F401  # a f
 from megatron_mtp.extensions.plan.dry_run import plan
 from megatron_mtp.extensions.plan.elsewhere import OF_LIBRARIES, machine_of_the_job
 from megatron_mtp.extensions.plan.memory import PARTS as HELD
-from megatron_mtp.megatron.runtime import transformer_engine_works
+from megatron_mtp.megatron.machine import transformer_engine_works
 from megatron_mtp.training import checks
 
 BATCH = f"{ROPE} --global-batch-size 8"

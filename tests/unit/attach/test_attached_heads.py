@@ -36,9 +36,11 @@ from torch.distributed.fsdp import fully_shard
 from megatron_mtp.attach import Head, attach
 from megatron_mtp.checkpoint.convert.drafter_form import read_drafter, trunk_of
 from megatron_mtp.checkpoint.convert.live_drafter import export_drafter, export_drafter_weights
-from megatron_mtp.losses.mtp_loss import Batch, loss_of_stage, mtp_loss, trunk_states
+from megatron_mtp.losses.mtp_loss import mtp_loss, trunk_states
+from megatron_mtp.losses.stage_loss import Batch, loss_of_stage
 from megatron_mtp.model.attachment import attached_of
-from megatron_mtp.spec.config import MTPConfig, is_head
+from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.head import is_head
 from megatron_mtp.training.parameter_group import get_mtp_optimizer
 
 pytestmark = pytest.mark.usefixtures("megatron")

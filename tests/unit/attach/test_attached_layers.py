@@ -32,7 +32,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_mtp.attach import attach
 from megatron_mtp.checkpoint.convert.live import export_hf_weights
 from megatron_mtp.data.batch import shift_left
-from megatron_mtp.losses.mtp_loss import _documents, mtp_loss
+from megatron_mtp.losses.mtp_loss import mtp_loss
+from megatron_mtp.losses.stage_loss import _documents
 from megatron_mtp.megatron.patches.patch import original_of
 from megatron_mtp.megatron.patches.table import PATCHES
 from megatron_mtp.model.stock import _end_of, refused_heads, tied_embedding

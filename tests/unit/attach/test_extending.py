@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -21,7 +22,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from untrainable_configs import flags
 
-from megatron_mtp.checkpoint.families.flags import UntrainableError
+from megatron_mtp.checkpoint.families.family import UntrainableError
 from megatron_mtp.checkpoint.families.trained import rotary_keys
 from megatron_mtp.cli.generate import parser
 from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS
@@ -260,12 +261,59 @@ def test_another_package_adds_a_kind_of_drafters(tmp_path: Path) -> None:
     """It is trained, converted in both directions, and drafts; no file of this package contains its name."""
     install(tmp_path, "A kind of drafters")
     assert not any("adder" in path.read_text(encoding="utf-8") for path in (ROOT / "megatron_mtp").rglob("*.py"))
-    worker = Path(__file__).parents[2] / "support" / "added_drafter.py"
-    paths = os.pathsep.join(map(str, (tmp_path, worker.parent)))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, str(worker), str(tmp_path / "made")]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    run_worker("added_drafter.py", tmp_path, str(tmp_path / "made"))
+    run_worker("added_setting.py", tmp_path, str(tmp_path / "set"), "adder")
+
+
+def run_worker(name: str, packages: Path, *words: str) -> None:
+    """Run a file of tests/support with these packages in front of the installed ones."""
+    worker = Path(__file__).parents[2] / "support" / name
+    paths = os.pathsep.join(map(str, (packages, worker.parent)))
+    done = subprocess.run(
+        [sys.executable, str(worker), *words],
+        cwd=packages,  # of which `python -m` imports before the paths
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+SWITCH_OF_EAGLE = (
+    ("row.py", "import DrafterKind,", "import DrafterKind, Setting,"),
+    ("row.py", "ROW = ", 'SWITCH = Setting(False, "Halve. Default: off.", bool, key="reads_mean")\n\nROW = '),
+    (
+        "row.py",
+        "    reads=0,\n",
+        '    reads=0,\n    settings={"drafter_reads_mean": SWITCH},\n',
+    ),
+    (
+        "block.py",
+        "        return whole_states(part, self.config, self.tp_group)\n",
+        "        return whole_states(part, self.config, self.tp_group) / (2 if self.reads_mean else 1)\n",
+    ),
+    (
+        "block.py",
+        "        return EagleLayer(self.config, self.drafted, *args)\n",
+        "        layer = EagleLayer(self.config, self.drafted, *args)\n"
+        '        layer.reads_mean = self.drafter.own["drafter_reads_mean"]\n'
+        "        return layer\n",
+    ),
+)
+"""Files of heads/eagle, a place in each, and what is there with the switch of `added_setting.py`."""
+
+
+def test_a_switch_of_a_kind_costs_two_files_of_its_folder(tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "megatron_mtp", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)  # with the entry points
+    folder = tmp_path / "megatron_mtp/heads/eagle"
+    for name, before, after in SWITCH_OF_EAGLE:
+        source = (folder / name).read_text(encoding="utf-8")
+        assert source.count(before) == 1
+        (folder / name).write_text(source.replace(before, after), encoding="utf-8")
+    assert len({name for name, *_ in SWITCH_OF_EAGLE}) <= 3
+    run_worker("added_setting.py", tmp_path, str(tmp_path / "set"), "eagle")
 
 
 def test_a_kind_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,16 +17,8 @@ from megatron_mtp.cli.train import full_parser
 from megatron_mtp.cli.train import parser as train_parser
 from megatron_mtp.cli.verbs import VERBS, module_of
 from megatron_mtp.common import errors
-from megatron_mtp.common.errors import (
-    InputError,
-    Parser,
-    add_foreign_flags,
-    fail,
-    flags_meant,
-    from_extra,
-    sentences,
-    status_of,
-)
+from megatron_mtp.common.command import from_extra, status_of
+from megatron_mtp.common.errors import InputError, Parser, add_foreign_flags, fail, flags_meant, sentences
 from megatron_mtp.megatron.checkpoint.iterations import iteration_folder
 from megatron_mtp.training.flags import OF_OTHER_TRAINERS
 

@@ -10,7 +10,8 @@ import pytest
 
 from megatron_mtp.checkpoint.convert.partial_folder import PartialFolder
 from megatron_mtp.cli.preprocess import main as preprocess
-from megatron_mtp.common.files import check_outside, one_writer, written_beside
+from megatron_mtp.common.files import written_beside
+from megatron_mtp.common.outputs import check_outside, one_writer
 
 
 @contextmanager

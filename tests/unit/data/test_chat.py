@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_mtp.cli.preprocess import main as preprocess
 from megatron_mtp.data import corpus
-from megatron_mtp.data.best_fit import best_fit
+from megatron_mtp.data.best_fit import best_fit, order_of_rows
 from megatron_mtp.data.chat import Chat, read_chat
 from megatron_mtp.data.chat_files import prefix_in_cache, write_chats
 from megatron_mtp.data.checks import check_data_prefixes, check_split, read_index
@@ -31,8 +31,10 @@ from megatron_mtp.data.counted_tokens import ChatEncoder, marked
 from megatron_mtp.data.messages import TurnError
 from megatron_mtp.data.prompts import UserTurns
 from megatron_mtp.data.tokenizer import Encoder, read_tokenizer
-from megatron_mtp.training import datasets, forward_step
-from megatron_mtp.training.datasets import PackedChats, counted_part, example, make_chats, reads_chats
+from megatron_mtp.training import forward_step, given_chats
+from megatron_mtp.training.chats import PackedChats, counted_part
+from megatron_mtp.training.datasets import reads_chats
+from megatron_mtp.training.given_chats import example, make_chats
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -535,7 +537,7 @@ def test_an_epoch_has_every_chat_once_and_resumes_in_its_order(tmp_path: Path) -
     epochs = [[labels(first, epoch * len(first) + place) for place in range(len(first))] for epoch in range(3)]
     assert all(sorted(text for row in epoch for text in row) == texts for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    datasets._order.cache_clear()
+    order_of_rows.cache_clear()
     assert [labels(again, len(first) + place) for place in range(len(first))] == epochs[1]
 
 
@@ -614,14 +616,14 @@ def test_a_rank_waits_for_the_dataset_only_as_long_as_it_grows(
 ) -> None:
     made(SHAREGPT)
     waiting, minutes = flags(tmp_path, rank=1), itertools.count()
-    monkeypatch.setattr(datasets, "monotonic", lambda: 60.0 * next(minutes))
+    monkeypatch.setattr(given_chats, "monotonic", lambda: 60.0 * next(minutes))
 
     def sleep(seconds: float) -> None:
         if (pause := next(pauses)) < 30:
             Path(f"{waiting.data_path[0]}.bin.partial").write_bytes(bytes(pause))
 
     pauses = itertools.count()
-    monkeypatch.setattr(datasets, "sleep", sleep)
+    monkeypatch.setattr(given_chats, "sleep", sleep)
     (tmp_path / "cache").mkdir()
     with pytest.raises(ValueError, match=r"rank 0 .* nothing at .* for 10 minutes .* all nodes share"):
         make_chats(waiting)

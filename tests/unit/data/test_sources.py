@@ -12,14 +12,17 @@ from answer_texts import config, rows, written
 from megatron.core.datasets.utils import Split
 
 from megatron_mtp.cli import main as cli
+from megatron_mtp.cli.evaluate import source_table
 from megatron_mtp.common.acceptance import AcceptanceStats, error_of, figures_of, gain_of, record_of, with_others
-from megatron_mtp.data.sources import first_number, named_source, read_sources, sources_of, sources_of_files
+from megatron_mtp.data.named_sources import named_source, sources_of_files
+from megatron_mtp.data.sources import first_number, read_sources, sources_of
 from megatron_mtp.data.tokenizer import train_bpe
-from megatron_mtp.losses.objective import sums_of_documents
+from megatron_mtp.losses.acceptance import sums_of_documents
 from megatron_mtp.training import documents
-from megatron_mtp.training.datasets import TextDataset
-from megatron_mtp.training.documents import gathered, source_table
-from megatron_mtp.training.run_files import read_documents, write_documents
+from megatron_mtp.training.documents import gathered
+from megatron_mtp.training.read_runs import read_documents
+from megatron_mtp.training.run_files import write_documents
+from megatron_mtp.training.texts import TextDataset
 
 
 def test_a_file_is_of_the_folder_below_the_one_that_holds_all() -> None:

@@ -9,7 +9,9 @@ import pytest
 from drafting_single import prompts_of, runner_of
 from tiers import tiered
 
-from megatron_mtp.common.acceptance import RECORD, AcceptanceStats, Alarm, carry_record, read_record, record_of
+from megatron_mtp.common.acceptance import RECORD, AcceptanceStats, record_of
+from megatron_mtp.common.record import carry_record, read_record
+from megatron_mtp.decoding.alarm import Alarm
 from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.requests import Request

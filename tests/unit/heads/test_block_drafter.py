@@ -15,7 +15,7 @@ from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.data.batch import depth_batch, with_blocks
-from megatron_mtp.losses.objective import base_share, depth_weights
+from megatron_mtp.losses.head_objective import base_share, depth_weights
 from megatron_mtp.losses.table import check_loss, depth_loss
 from megatron_mtp.model.block_drafter import BlockAttention
 from megatron_mtp.spec.config import MTPConfig

@@ -12,11 +12,15 @@ from megatron_single import LAMBDA, VOCABULARY, make_batch, one_head, our_model
 from torch import Tensor
 
 from megatron_mtp.data.batch import with_blocks
-from megatron_mtp.losses.objective import NextTokensObjective, ObjectiveOutput, depth_weights
+from megatron_mtp.losses.acceptance import measured
+from megatron_mtp.losses.head_objective import depth_weights
+from megatron_mtp.losses.objective import NextTokensObjective, ObjectiveOutput
 from megatron_mtp.losses.table import depth_loss
-from megatron_mtp.model.arguments import alone, as_mtp_layers
+from megatron_mtp.model.arguments import as_mtp_layers
 from megatron_mtp.model.attachment import attached_of
-from megatron_mtp.spec.config import HEADS, MTPConfig, drafted_steps, stands_beside
+from megatron_mtp.model.stored_arguments import alone
+from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.head import HEADS, drafted_steps, stands_beside
 from megatron_mtp.spec.kinds import DRAFTERS
 
 _, DRAFTER_BLOCK = HEADS
@@ -84,7 +88,7 @@ def models(kind: str, drafted: list[int] | None, freezes: bool) -> tuple[GPTMode
 def objective(settings: MTPConfig, depths: int, factor: float, trains_trunk: bool) -> NextTokensObjective:
     loss, group = depth_loss(settings), parallel_state.get_context_parallel_group()
     weights = depth_weights(settings, depths, factor)
-    return one_head(weights, group, loss, linear_main=True, trains_trunk=trains_trunk, measures_acceptance=True)
+    return one_head(weights, group, loss, linear_main=True, trains_trunk=trains_trunk, measure=measured)
 
 
 def both_heads(mtp: NextTokensObjective, drafter: NextTokensObjective) -> NextTokensObjective:

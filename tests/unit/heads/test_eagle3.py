@@ -29,7 +29,7 @@ from torch import Tensor
 
 from benchmarks.harness import MIB, allocated_peak
 from megatron_mtp.heads.eagle3.row import engine_layers
-from megatron_mtp.losses.objective import depth_weights
+from megatron_mtp.losses.head_objective import depth_weights
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.spec.config import MTPConfig

@@ -15,7 +15,7 @@ from torch.nn.functional import embedding, kl_div, silu
 
 from megatron_mtp.data.batch import with_blocks
 from megatron_mtp.heads.peagle.block import TextAndMasks
-from megatron_mtp.losses.objective import depth_weights
+from megatron_mtp.losses.head_objective import depth_weights
 from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.spec.config import MTPConfig

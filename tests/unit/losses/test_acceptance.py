@@ -1,4 +1,4 @@
-"""Acceptance in losses/objective.py, with a head that passes logits through: three words, rates countable by hand.
+"""losses/acceptance.py, with a head that passes logits through: three words, rates countable by hand.
 
 At position i, depth d drafts the token that the trunk predicts at position i + d.
 """
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_mtp.data.batch import DepthBatch, LaterPositions, depth_batch
 from megatron_mtp.losses import linear_cross_entropy
-from megatron_mtp.losses.objective import count_acceptance as count_at_later_slots
+from megatron_mtp.losses.acceptance import accepted_positions
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.head import Head
 from megatron_mtp.training.metrics import stats_of
@@ -39,7 +39,7 @@ def head_of(weight_VH: Tensor) -> Head:
 def count_acceptance(trunk_SBV: Tensor, drafts: list[Tensor], head: Head, batch: DepthBatch) -> Tensor:
     """Count on whole sequences; split ones need several processes."""
     later = LaterPositions(batch.positions_S, len(drafts), parallel_state.get_context_parallel_group())
-    return count_at_later_slots(trunk_SBV, drafts, head, batch.loss_mask_DBS, later)
+    return accepted_positions(trunk_SBV, drafts, head, batch.loss_mask_DBS, later).sum((2, 3))
 
 
 def words(*rows: list[int]) -> Tensor:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mtp.losses.objective import LossSum, depth_scales, sum_losses
+from megatron_mtp.losses.head_objective import LossSum, depth_scales
+from megatron_mtp.losses.objective import sum_losses
 
 
 def loss_sum(total: float, tokens: int) -> LossSum:

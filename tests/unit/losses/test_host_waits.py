@@ -10,6 +10,7 @@ import torch
 from megatron.training import training
 from pretended_cuda import OnCuda, on_cuda, pretended_cuda
 
+from megatron_mtp.losses.acceptance import measured
 from megatron_mtp.losses.objective import kept_positions
 from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.model.packed_rows import bounds_of
@@ -37,13 +38,13 @@ def test_losses_do_not_wait(name: str, fraction: float, monkeypatch: pytest.Monk
 
 
 def test_acceptance_does_not_wait() -> None:
-    plain = test_objective.outcome(measures_acceptance=True)
+    plain = test_objective.outcome(measure=measured)
     with pretended_cuda() as waits:
         leaves, batch = test_objective.states(), test_objective.batch()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(test_objective, "batch", lambda: batch)
             waits.clear()
-            made = test_objective.outcome_of(leaves, measures_acceptance=True)
+            made = test_objective.outcome_of(leaves, measure=measured)
         assert not waits
         found, expected = made.heads[0].acceptance, plain.heads[0].acceptance
         assert found is not None

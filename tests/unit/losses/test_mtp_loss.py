@@ -23,8 +23,8 @@ from megatron_single import (
     relative_difference,
 )
 
+from megatron_mtp.losses.head_objective import depth_weights
 from megatron_mtp.losses.mtp_loss import logits_and_states, mtp_loss, trunk_states
-from megatron_mtp.losses.objective import depth_weights
 from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.spec.config import MTPConfig
 

@@ -11,7 +11,9 @@ from megatron_single import one_head
 from torch import Tensor
 
 from megatron_mtp.data.batch import DepthBatch, LaterPositions, depth_batch
-from megatron_mtp.losses.objective import HeadObjective, LossSum, ObjectiveOutput, count_acceptance, kept_positions
+from megatron_mtp.losses.acceptance import accepted_positions, measured
+from megatron_mtp.losses.head_objective import HeadObjective, LossSum
+from megatron_mtp.losses.objective import ObjectiveOutput, kept_positions
 from megatron_mtp.losses.table import depth_loss
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.head import Head
@@ -194,7 +196,7 @@ def test_a_chain_counts_where_every_depth_does(per_token: bool, keep: Any) -> No
 
 
 def test_acceptance_is_of_drafts_from_the_draft_vocabulary() -> None:
-    counts_4D = outcome(drafted=DRAFTED, measures_acceptance=True).heads[0].acceptance
+    counts_4D = outcome(drafted=DRAFTED, measure=measured).heads[0].acceptance
     assert counts_4D is not None
     counts = stats_of(counts_4D)
     trunk_SBH, depth_hidden, weight_VH = states()
@@ -214,7 +216,7 @@ def test_rows_that_only_pad_the_vocabulary_are_never_drafted() -> None:
     head = replace(head_of(weight_VH), vocab_size=12)
     depth_hidden, mask_DBS = [weight_VH[14].expand_as(trunk_SBH)] * DEPTHS, batch().loss_mask_DBS
     later = LaterPositions(torch.arange(LENGTH), DEPTHS, head.tp_group)
-    overlap_D = count_acceptance(trunk_SBH, depth_hidden, head, mask_DBS, later)[3]
+    overlap_D = accepted_positions(trunk_SBH, depth_hidden, head, mask_DBS, later).sum((2, 3))[3]
     q_V, p_SBV = ((state @ weight_VH[:12].t()).softmax(-1) for state in (weight_VH[14], trunk_SBH))
     for depth in range(1, 1 + DEPTHS):
         overlap_SB = torch.minimum(p_SBV.roll(-depth, 0), q_V).sum(-1)  # what wraps around is masked

@@ -9,9 +9,10 @@ import torch
 
 from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.losses.distillation import AcceptedLength
-from megatron_mtp.losses.objective import LossSum, ObjectiveOutput, depth_weights, kept_positions, scaling_factor
+from megatron_mtp.losses.head_objective import LossSum, depth_weights
+from megatron_mtp.losses.objective import ObjectiveOutput, kept_positions, scaling_factor
+from megatron_mtp.losses.paced import PacedCrossEntropy
 from megatron_mtp.losses.table import check_loss, depth_loss
-from megatron_mtp.losses.token_loss import PacedCrossEntropy
 from megatron_mtp.spec.config import MTPConfig, loss_parts
 from megatron_mtp.training import forward_step
 from megatron_mtp.training.metrics import Metrics
@@ -207,9 +208,9 @@ def test_every_nth_step_measures_acceptance(monkeypatch: pytest.MonkeyPatch) -> 
     step = forward_step.ForwardStep(MTPConfig(mtp_acceptance_interval=2), Metrics(None))
     measured = []
     for args.curr_iteration in range(5):
-        measured.append(step._objective().heads[0].measures_acceptance)
+        measured.append(step._objective().heads[0].measure is not None)
         with torch.no_grad():
-            assert step._objective().heads[0].measures_acceptance
+            assert step._objective().heads[0].measure is not None
     assert measured == [False, True, False, True, False]
 
 

@@ -146,9 +146,10 @@ def test_a_kernel_is_used_where_there_is_one(
     given = {"is_cuda": True, "dtype": torch.bfloat16, "all": None, "why": None} | others
     monkeypatch.setattr(triton_chunk, "why_no_kernels", lambda: given["why"])
     monkeypatch.setattr(triton_chunk, "_all_launch", lambda _: given["all"])
-    weight: Any = SimpleNamespace(is_cuda=given["is_cuda"], dtype=given["dtype"])
+    weight: Any = SimpleNamespace(device=torch.device("cuda" if given["is_cuda"] else "cpu"), dtype=given["dtype"])
     group: Any = None if given["all"] is None else object()
-    assert linear_cross_entropy.has_kernel(loss, weight, Vocabulary(8, group)) is expected
+    found = linear_cross_entropy.kernels_of(loss, weight, Vocabulary(8, group))
+    assert found is (triton_chunk if expected else None)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ from megatron_mtp.checkpoint.convert.computation import LAYERS_BESIDE, settings_
 from megatron_mtp.checkpoint.verify.prompt import Prompt
 from megatron_mtp.checkpoint.verify.verify import megatron_logits
 from megatron_mtp.megatron.model_arguments import MODEL_ARGUMENTS
-from megatron_mtp.megatron.parser import parse_flags, parsed
-from megatron_mtp.model.arguments import MTPGPTModelConfig, completed, config_of
+from megatron_mtp.megatron.parsing import parse_flags, parsed
+from megatron_mtp.model.arguments import MTPGPTModelConfig, config_of
 from megatron_mtp.model.build import build
+from megatron_mtp.model.stored_arguments import completed
 
 HARMLESS = {
     "how the work is shared out and overlapped": (

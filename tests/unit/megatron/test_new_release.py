@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mtp.megatron.patches import patch, table
+from megatron_mtp.megatron.patches import loop, patch, table
 from megatron_mtp.megatron.patches.patch import State, is_known, state_of
 
 PACKAGE = Path(table.__file__).parents[2]
@@ -48,7 +48,7 @@ def test_a_list_or_a_bound_elsewhere_is_seen(planted: str) -> None:
 
 def test_the_next_release_is_unknown_to_every_row_until_its_bound_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row whose probe answers is applied or skipped accordingly; the others are reported for review."""
-    rows = [row for row in (*table.PATCHES, *table.LOOP) if row.versions == table.CORE]
+    rows = [row for row in (*table.PATCHES, *loop.LOOP) if row.versions == patch.CORE]
     before = {row.target: state_of(row) for row in rows}
     monkeypatch.setattr(patch, "installed", lambda package: "0.20.0")
     assert not any(map(is_known, rows))

@@ -25,16 +25,9 @@ from megatron_mtp.cli import main as cli
 from megatron_mtp.common.errors import InputError
 from megatron_mtp.megatron.patches import layers, saving
 from megatron_mtp.megatron.patches import patch as engine
-from megatron_mtp.megatron.patches.patch import (
-    Patch,
-    State,
-    apply,
-    has_no_callbacks,
-    original_of,
-    state_of,
-    while_replaced,
-)
-from megatron_mtp.megatron.patches.table import CORE, LOOP, PATCHES
+from megatron_mtp.megatron.patches.loop import LOOP, has_no_callbacks
+from megatron_mtp.megatron.patches.patch import CORE, Patch, State, apply, original_of, state_of, while_replaced
+from megatron_mtp.megatron.patches.table import PATCHES
 from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.run import observed
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from argparse import Namespace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -13,23 +14,23 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
+from megatron_mtp.megatron.checkpoint import KEPT_TOKENIZER
 from megatron_mtp.megatron.patches.saving import end_with_parent
+from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.training.metrics import Metrics
+from megatron_mtp.training.run import observed
 
 
 @pytest.mark.usefixtures("megatron")
 def test_an_iteration_that_is_saved_again_does_not_say_meanwhile_that_it_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared: list[Path] = []
-    monkeypatch.setattr("megatron_mtp.megatron.patches.saving.BEFORE_SAVES", [prepared.append])
-
     def save() -> None:
         tensor = torch.ones(3)
         dist_checkpointing.save({"a": ShardedTensor.from_rank_offsets("a", tensor)}, str(tmp_path))
 
     save()
     assert (tmp_path / "metadata.json").exists()
-    assert prepared == [tmp_path.parent]
 
     def cut(*_: object, **__: object) -> None:
         raise InterruptedError
@@ -38,6 +39,20 @@ def test_an_iteration_that_is_saved_again_does_not_say_meanwhile_that_it_is_whol
     with pytest.raises(InterruptedError):
         save()
     assert not (tmp_path / "metadata.json").exists()
+
+
+@pytest.mark.usefixtures("megatron")
+def test_a_run_saves_its_tokenizer_beside_the_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, iteration = tmp_path / "given", tmp_path / "saved" / "iter_0000001"
+    given.mkdir()
+    iteration.mkdir(parents=True)
+    (given / "tokenizer.json").write_text("{}")
+    args = Namespace(tokenizer_model=str(given), tokenizer_type="HuggingFaceTokenizer")
+    monkeypatch.setattr("megatron_mtp.training.run.get_args", lambda: args)
+    with observed(Metrics(None), settings=MTPConfig()):
+        dist_checkpointing.save({"a": ShardedTensor.from_rank_offsets("a", torch.ones(3))}, str(iteration))
+    assert (iteration / "metadata.json").exists()
+    assert (iteration.parent / KEPT_TOKENIZER / "tokenizer.json").read_text() == "{}"
 
 
 def hold(pid: object) -> None:

@@ -13,7 +13,7 @@ from megatron.training.arguments import add_megatron_arguments
 from run_flags import DEPTHS, MOCK, ROPE, _in_no_job, refusal  # noqa: F401  # a fixture
 
 from megatron_mtp.megatron.flags import UNSUPPORTED, Unsupported
-from megatron_mtp.megatron.parser import parse_flags
+from megatron_mtp.megatron.parsing import parse_flags
 from megatron_mtp.training.checks import check_supported
 
 PAGE = ROOT / "docs/reference/features.md"

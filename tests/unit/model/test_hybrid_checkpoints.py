@@ -13,9 +13,10 @@ from trained_folders import save
 from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.cli import main as cli
 from megatron_mtp.megatron.checkpoint.reader import DistReader
-from megatron_mtp.megatron.parser import parsed
-from megatron_mtp.model.arguments import MTPModelConfig, completed, config_of
+from megatron_mtp.megatron.parsing import parsed
+from megatron_mtp.model.arguments import MTPModelConfig, config_of
 from megatron_mtp.model.build import build
+from megatron_mtp.model.stored_arguments import completed
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
 from megatron_mtp.training.loading import plan_load
 

@@ -21,9 +21,10 @@ from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.verify.prompt import Prompt
 from megatron_mtp.checkpoint.verify.verify import megatron_logits, verify
 from megatron_mtp.decoding.load import load_checkpoint
-from megatron_mtp.megatron.parser import parsed
-from megatron_mtp.model.arguments import completed, config_of
+from megatron_mtp.megatron.parsing import parsed
+from megatron_mtp.model.arguments import config_of
 from megatron_mtp.model.build import build
+from megatron_mtp.model.stored_arguments import completed
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 

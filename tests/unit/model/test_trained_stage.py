@@ -35,11 +35,11 @@ from megatron_single import (
 )
 from tiers import tiered
 
-from megatron_mtp.losses.objective import HeadObjective
+from megatron_mtp.losses.head_objective import HeadObjective
 from megatron_mtp.model import around_layers, mtp, mtp_block
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.frozen import freeze_trunk
-from megatron_mtp.model.stages import as_one
+from megatron_mtp.model.passed_states import as_one
 from megatron_mtp.model.trunk_output import AttentionInputs
 
 pytestmark = pytest.mark.usefixtures("megatron")

@@ -21,8 +21,10 @@ from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.megatron.checkpoint.iterations import iteration_folder
 from megatron_mtp.megatron.checkpoint.reader import DistReader
-from megatron_mtp.megatron.parser import CUDA, flags_without, parsed
-from megatron_mtp.spec.config import MTPConfig, trained_depths
+from megatron_mtp.megatron.parser import CUDA, flags_without
+from megatron_mtp.megatron.parsing import parsed
+from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.head import trained_depths
 from megatron_mtp.training.arguments import parse_run_args
 from megatron_mtp.training.run import with_passes
 

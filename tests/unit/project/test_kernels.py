@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_mtp.cli import doctor
-from megatron_mtp.megatron.runtime import transformer_engine_works, why_not
+from megatron_mtp.megatron.machine import transformer_engine_works, why_not
 
 
 def test_why_a_module_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

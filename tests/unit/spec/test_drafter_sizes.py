@@ -12,8 +12,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_mtp.megatron.patterns import symbols_of_a_layer
-from megatron_mtp.model.arguments import MTPGPTModelConfig, layers_to_read, trunk_spec, trunk_spec_of
+from megatron_mtp.model.arguments import MTPGPTModelConfig, layers_to_read, trunk_spec
 from megatron_mtp.model.rope import rotary_of
+from megatron_mtp.model.trunk_facts import trunk_spec_of
 from megatron_mtp.spec.attention import (
     AttentionSizes,
     LatentSizes,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_mtp.spec.attention import AttentionSizes
 from megatron_mtp.spec.head import HeadSpec, TrunkSpec
-from megatron_mtp.spec.kinds import DRAFTERS
+from megatron_mtp.spec.kinds import DRAFTERS, readers_of
 
 TRUNK = TrunkSpec(24, 100, 64, 80, AttentionSizes(8, 2, 8, 1e-6, 1e4))
 NUMBERS: dict[str, st.SearchStrategy[Any]] = {
@@ -30,15 +30,13 @@ NUMBERS: dict[str, st.SearchStrategy[Any]] = {
     "drafter_softmax_type": st.sampled_from(["vanilla", "learnable"]),
     "drafter_norm_before_residual": st.sampled_from([0, 1]),
 }
-OF_SOME = {setting for row in DRAFTERS.values() for setting in row.settings} | {"drafter_idle_rows"}
-"""Settings that not every kind reads."""
 
 
 @st.composite
 def drafters(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     """Draw a kind, and some settings that it reads."""
     kind = draw(st.sampled_from(sorted(DRAFTERS)))
-    read = [name for name in NUMBERS if name not in OF_SOME or name in DRAFTERS[kind].settings]
+    read = [name for name in NUMBERS if kind in readers_of(name)]
     return kind, {name: draw(st.none() | NUMBERS[name]) for name in read}
 
 
@@ -70,7 +68,8 @@ def test_settings_that_nobody_gave_have_values(
 ) -> None:
     made = HeadSpec.resolve(kind, {}, TRUNK)
     assert (made.drafts, made.layers, made.depth, made.ffn, made.vocabulary) == (7, layers, depth, 80, 100)
-    assert (made.mask_token, made.markov_rank, made.idle_rows, made.windows) == (mask, rank, idle, (None,) * depth)
+    assert (made.mask_token, made.idle_rows, made.windows) == (mask, idle, (None,) * depth)
+    assert made.own.get("drafter_markov_rank") == rank
     assert made.attention == TRUNK.attention
     assert DRAFTERS[kind].blocks({}) == (512 if depth > 1 else None)
 
@@ -95,6 +94,6 @@ def test_layers_of_its_own_are_refused_by_a_trunk_that_is_too_short() -> None:
         HeadSpec.resolve("eagle3", {}, replace(TRUNK, layers=3))
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("dspark", 1), ("dflash", 1), ("dflash", 0)])
+@pytest.mark.parametrize(("kind", "rows"), [("dspark", 1), ("domino", 1), ("dflash", 1)])
 def test_idle_rows_that_are_given_are_all_of_them(kind: str, rows: int) -> None:
     assert HeadSpec.resolve(kind, {"drafter_idle_rows": rows}, TRUNK).idle_rows == rows

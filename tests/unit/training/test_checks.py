@@ -11,7 +11,7 @@ from megatron.training.arguments import add_megatron_arguments
 from run_flags import DEPTHS, MOCK, ROPE, _in_no_job, refusal  # noqa: F401  # a fixture
 
 from megatron_mtp.megatron.flags import RANGES
-from megatron_mtp.megatron.runtime import ALLOW_CPU, GIVEN_GPUS, check_device
+from megatron_mtp.megatron.machine import ALLOW_CPU, GIVEN_GPUS, check_device
 from megatron_mtp.model.build import join_world
 from megatron_mtp.spec.config import flag_of
 from megatron_mtp.training import checks, run

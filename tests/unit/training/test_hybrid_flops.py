@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from megatron.training import training
 
-from megatron_mtp.megatron.parser import parsed
+from megatron_mtp.megatron.parsing import parsed
 from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.run import observed
 

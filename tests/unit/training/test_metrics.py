@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mtp.common.acceptance import RECORD, AcceptanceStats, read_record
+from megatron_mtp.common.acceptance import RECORD, AcceptanceStats
+from megatron_mtp.common.record import read_record
 from megatron_mtp.megatron.checkpoint import TRACKER
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training import metrics as metrics_module
 from megatron_mtp.training import run, run_files
 from megatron_mtp.training.contexts import MOST_CONTEXTS
 from megatron_mtp.training.metrics import Metrics, Step, table
+from megatron_mtp.training.read_runs import read_rows
 from megatron_mtp.training.run import _evaluations
 from megatron_mtp.training.run_files import write_run_record
 
@@ -410,7 +412,7 @@ def test_an_evaluation_has_its_conditions_in_its_row_and_above_its_table(
     (row,) = rows(tmp_path)
     named = row["sequences"], row["sequence length"], row.get("drafter blocks")
     assert named == (1200 if "1,200" in line else 12, 16, blocks)
-    assert run_files.read_rows(tmp_path) == [row]
+    assert read_rows(tmp_path) == [row]
 
 
 def test_table_multiplies_the_conditional_rates() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_mtp.cli.train import parse_run
-from megatron_mtp.training.flags import flags_of, without_unset
+from megatron_mtp.training.config_file import flags_of, without_unset
 
 FILE = """
 model:

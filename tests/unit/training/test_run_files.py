@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_mtp.training.run_files import read_rows, read_run_record
+from megatron_mtp.training.read_runs import read_rows, read_run_record
 
 ROW = {"iteration": 10, "split": "training", "lm loss": 2.5, "tokens": 3}
 

@@ -9,14 +9,8 @@ import pytest
 
 from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.training import short_log
-from megatron_mtp.training.short_log import (
-    ShortLog,
-    fitting_interval,
-    keep_listing,
-    line_of,
-    quiet,
-    say,
-)
+from megatron_mtp.training.quiet import quiet
+from megatron_mtp.training.short_log import ShortLog, fitting_interval, keep_listing, line_of, say
 
 ROW = {
     "iteration": 120,

@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_mtp.losses.objective import scaling_factor
 from megatron_mtp.megatron.refusals import DIVERGED
-from megatron_mtp.training.short_log import keep_listing, quiet
+from megatron_mtp.training.quiet import quiet
+from megatron_mtp.training.short_log import keep_listing
 from megatron_mtp.training.startup import explained
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -176,7 +177,7 @@ def test_a_loss_that_is_no_number(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_our_own_refusals_are_whole_sentences(capfd: pytest.CaptureFixture[str]) -> None:
-    from megatron_mtp.training.flags import flags_of
+    from megatron_mtp.training.config_file import flags_of
 
     sentence = said(lambda: flags_of(Path("nowhere.yaml"), None), capfd)  # type: ignore[arg-type]
     assert sentence.startswith("--config is nowhere.yaml, which cannot be read as YAML")

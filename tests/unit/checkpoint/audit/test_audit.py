@@ -31,7 +31,8 @@ from megatron_mtp.checkpoint.inspecting import inspect
 from megatron_mtp.checkpoint.verify.verify import same_logits
 from megatron_mtp.cli import main as cli
 from megatron_mtp.megatron.checkpoint import HF_FILES, RELEASE, TRACKER
-from megatron_mtp.megatron.checkpoint.reader import DistReader, equal_bits
+from megatron_mtp.megatron.checkpoint.bits import equal_bits
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -3,7 +3,7 @@
 import pytest
 from untrainable_configs import Keys, flags
 
-from megatron_mtp.checkpoint.families.flags import UntrainableError
+from megatron_mtp.checkpoint.families.family import UntrainableError
 
 LLAMA3 = {
     "rope_type": "llama3",

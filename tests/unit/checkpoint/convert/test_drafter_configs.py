@@ -329,7 +329,7 @@ def test_block_drafters_of_speculators_are_read(tmp_path: Path, keys: dict[str, 
     found = read(tmp_path, keys, QWEN3).kind
     assert (found.kind, found.layers, found.drafts, found.depth) == (kind, (2, 10, 18, 26, 34), steps, 5)
     assert (found.window, found.full_layers, found.causal, found.mask_token) == (2048, (), False, 151669)
-    assert found.markov_rank == (256 if kind == "dspark" else None)
+    assert found.own.get("drafter_markov_rank") == (256 if kind == "dspark" else None)
 
 
 def of_model_optimizer(**inner: Any) -> dict[str, Any]:
@@ -352,7 +352,7 @@ def test_dflash2_is_read_from_either_level_of_keys(tmp_path: Path, at_top: bool)
     form = read(tmp_path, keys, QWEN38)
     kind = form.kind
     assert (kind.kind, kind.layers, kind.drafts, kind.depth) == ("dflash2", (2, 17, 32, 47, 62), 7, 5)
-    assert (kind.markov_rank, kind.window, kind.causal, kind.idle_rows) == (256, 2048, False, 1)
+    assert (kind.own["drafter_markov_rank"], kind.window, kind.causal, kind.idle_rows) == (256, 2048, False, 1)
     assert len([tensor for rule in form.rules() for tensor in rule.hf]) == 81
 
 
@@ -397,7 +397,8 @@ def test_domino_drafters_are_read(tmp_path: Path, architecture: str, shifts: boo
     form = read(tmp_path, of_domino(architecture, shift_label=shifts), QWEN3)
     kind = form.kind
     assert (kind.kind, kind.layers, kind.drafts, kind.depth) == ("domino", (2, 10, 18, 26, 34), drafts, 5)
-    assert (kind.markov_rank, kind.gru_size, kind.idle_rows, kind.causal) == (256, 1024, 1 - shifts, 0)
+    assert (kind.own["drafter_markov_rank"], kind.own["drafter_gru_size"]) == (256, 1024)
+    assert (kind.idle_rows, kind.causal) == (1 - shifts, 0)
     shapes = {tensor.name: tensor.shape for rule in form.rules() for tensor in rule.hf}
     assert shapes["prefix_gru.weight_ih_l0"] == (3072, 4096)
     assert shapes["embed_proj.0.weight"] == (256, 5120)
@@ -438,7 +439,7 @@ PEAGLE: dict[str, Any] = {
 def test_p_eagle_drafters_are_read(tmp_path: Path, name: str) -> None:
     kind = read(tmp_path, {**PEAGLE, name: 151669}, QWEN3).kind
     assert (kind.kind, kind.layers, kind.depth, kind.mask_token) == ("peagle", (2, 18, 33), 4, 151669)
-    assert (kind.norm_before_residual, kind.windows) == (False, (None,) * 4)
+    assert (kind.own["drafter_norm_before_residual"], kind.windows) == (False, (None,) * 4)
 
 
 def test_p_eagle_without_a_mask_token_is_refused(tmp_path: Path) -> None:
@@ -507,7 +508,7 @@ def test_windows_causality_and_sinks_are_read_as_engines_serve_them(
 @pytest.mark.parametrize("is_before", [True, False])
 def test_the_residual_of_speculators_is_read(tmp_path: Path, is_before: bool) -> None:
     keys = {**SPECULATORS, "norm_before_residual": is_before}
-    assert read(tmp_path, keys, QWEN3).kind.norm_before_residual == is_before
+    assert read(tmp_path, keys, QWEN3).kind.own["drafter_norm_before_residual"] == is_before
 
 
 def test_a_windowed_eagle3_drafter_is_read(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from megatron_mtp.checkpoint.verify.verify import Check
 from megatron_mtp.cli import convert
 from megatron_mtp.megatron.checkpoint import HF_FILES, KEPT_TOKENIZER, TRACKER
 from megatron_mtp.megatron.checkpoint.reader import DistReader
-from megatron_mtp.megatron.parser import parsed
+from megatron_mtp.megatron.parsing import parsed
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

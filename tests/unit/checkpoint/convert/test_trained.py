@@ -10,7 +10,7 @@ import pytest
 from megatron_mtp.checkpoint.convert.computation import check_config
 from megatron_mtp.checkpoint.families import Layout, trained_forms
 from megatron_mtp.checkpoint.families.trained import common_keys
-from megatron_mtp.megatron.parser import parsed
+from megatron_mtp.megatron.parsing import parsed
 
 DENSE: dict[str, Any] = {
     "normalization": "RMSNorm",

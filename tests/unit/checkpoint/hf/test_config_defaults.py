@@ -10,7 +10,8 @@ from random_models import BOTH
 from transformers import AutoConfig
 
 from megatron_mtp.checkpoint.families import FAMILIES, Layout
-from megatron_mtp.checkpoint.families.flags import UntrainableError, rotated_part
+from megatron_mtp.checkpoint.families.family import UntrainableError
+from megatron_mtp.checkpoint.families.flags import rotated_part
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.verify.reference_forms import FORMS
 

@@ -2,6 +2,7 @@
 
 import runpy
 from collections.abc import Callable, Iterable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
 from megatron_mtp.checkpoint.convert.hf_form import kept_form
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
-from megatron_mtp.checkpoint.families import FAMILIES, OWN
+from megatron_mtp.checkpoint.families import FAMILIES, FILES, own_families
 from megatron_mtp.checkpoint.families.family import Family
 
 QUIET = Options(quiet=True, workers=1)
@@ -63,12 +64,19 @@ def test_the_tables_of_the_pages_are_those_of_the_families(table: Callable[[Iter
     pages = [
         (ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("reference/families", "guides/convert")
     ]
-    assert any(f"\n{table(OWN)}\n" in page for page in pages)
+    assert any(f"\n{table(own_families())}\n" in page for page in pages)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_list_of_files_has_every_model_type(file: str) -> None:
+    rows = EntryPoint("", f"megatron_mtp.checkpoint.families.{file}", "").load()
+    assert FILES[file].split() == [model_type for row in rows for model_type in row.model_types]
 
 
 def test_every_model_type_belongs_to_one_family() -> None:
-    named = [model_type for family in OWN for model_type in family.model_types]
+    named = [model_type for family in own_families() for model_type in family.model_types]
     assert sorted(named) == sorted(set(named) & FAMILIES.keys())
+    assert len(named) == sum(len(types.split()) for types in FILES.values())
 
 
 def test_a_family_says_either_how_megatron_runs_it_or_why_not() -> None:

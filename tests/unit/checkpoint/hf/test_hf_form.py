@@ -18,9 +18,10 @@ from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.checkpoint.verify.verify import verify
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.megatron.checkpoint import HF_FILES
-from megatron_mtp.megatron.parser import parse_flags
-from megatron_mtp.model.arguments import completed, config_of
+from megatron_mtp.megatron.parsing import parse_flags
+from megatron_mtp.model.arguments import config_of
 from megatron_mtp.model.build import build
+from megatron_mtp.model.stored_arguments import completed
 from megatron_mtp.training.arguments import checkpoint_arguments
 
 

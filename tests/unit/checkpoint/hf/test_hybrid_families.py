@@ -36,7 +36,7 @@ from megatron_mtp.checkpoint.verify.reference import all_logits
 from megatron_mtp.checkpoint.verify.verify import Check, compare, logits_of, megatron_logits, rounding, verify
 from megatron_mtp.cli.convert import main
 from megatron_mtp.megatron.checkpoint.reader import DistReader
-from megatron_mtp.megatron.parser import parsed
+from megatron_mtp.megatron.parsing import parsed
 from megatron_mtp.model.rope import place
 
 pytestmark = pytest.mark.usefixtures("forked_python", "megatron")

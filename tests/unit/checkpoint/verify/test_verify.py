@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.plan import HFModel
+from megatron_mtp.checkpoint.convert.stored import beside
 from megatron_mtp.checkpoint.families import Family, Layout
 from megatron_mtp.checkpoint.families.rules import Piece, Rule, Same, SwapHalves, Then
 from megatron_mtp.checkpoint.hf.config import HFConfig
@@ -223,7 +224,7 @@ def test_a_norm_that_is_stored_twice_is_proved_in_both_forms(tmp_path: Path, mon
     original = DistReader.read
     monkeypatch.setattr(DistReader, "read", lambda self, name, *slab: original(self, name, *slab) + (name == key))
     model, reader = HFModel.read(folder), DistReader(tmp_path / "mcore")
-    check = round_trip(model.beside(reader).rules, model.folder, reader)
+    check = round_trip(beside(model, reader).rules, model.folder, reader)
     assert not check.ok
     assert check.witness.endswith("first that differs: model.layers.0.linear_attn.norm.weight")
 

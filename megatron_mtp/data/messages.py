@@ -105,7 +105,7 @@ def normal_line(fields: dict[str, Any]) -> list[dict[str, Any]]:
         raise ValueError(
             f"the line has 'weight': {weight!r:.20}, but all chats have equal weight; remove the field or the line"
         )
-    if mask is not None and NAMES.get(str(mask).lower()) != "user":  # NeMo's: the role that is not trained on
+    if mask is not None and NAMES.get(str(mask).lower()) != "user":  # NeMo: the role that is not trained on
         raise ValueError(f"the line has 'mask': {mask!r:.20}, and all but the assistant is masked; remove the field")
     for name, value in fields.items():
         is_list = isinstance(value, list) and all(str(one).lower() in VALUES for one in value)
@@ -243,7 +243,7 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
-# --- what a template makes of a message ------------------------------------------------------------------------------
+# --- how a template renders a message ---------------------------------------------------------------------------------
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message that contain its reasoning."""

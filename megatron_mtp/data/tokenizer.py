@@ -83,7 +83,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Path
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
     }
-    with written_beside(folder) as partial:  # a reader sees the whole tokenizer or none
+    with written_beside(folder) as partial:  # readers see the complete tokenizer or nothing
         partial.mkdir(parents=True)
         (partial / "tokenizer.json").write_text(bpe.to_str(pretty=True), encoding="utf-8")
         (partial / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -100,7 +100,7 @@ def interruptible(work: Callable[[], None]) -> None:
         except BaseException as error:
             failed.append(error)
 
-    thread = Thread(target=run, daemon=True)  # which ends with the process
+    thread = Thread(target=run, daemon=True)  # ends with the process
     thread.start()
     while thread.is_alive():
         thread.join(0.2)

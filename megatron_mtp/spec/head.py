@@ -95,7 +95,7 @@ class HeadSpec:
             window=given.get("drafter_window_size"),
             own=own,
         )
-        _ = made.windows  # refused where its layers cannot have them
+        _ = made.windows  # raises if its layers cannot have them
         return made
 
     @property

@@ -59,7 +59,7 @@ def _sentence(program: str, error: BaseException, has_started: bool) -> str | No
     variables = (one for frame in reversed(frames) for one in frame.f_locals.values())
     args = next((one for one in variables if isinstance(one, Namespace) and hasattr(one, "save")), Namespace())
     is_saving = "save_checkpoint" in running
-    if is_saving and args.save is None:  # without --save Megatron saves before it stops over a loss alone
+    if is_saving and args.save is None:  # Megatron saves before it stops only because of a loss
         return DIVERGED
     if not is_saving and running[-1] == "validate_result" and args.rerun_mode == "disabled":
         return DIVERGED

@@ -286,7 +286,7 @@ def plan_graft(donor: Path, target: Path, options: Options, trust_remote_code: b
 
     def keep(folder: Path) -> None:
         trunk.keep(folder)
-        # copies of embedding and head in the donor's folder that the target's family has in MTP layers, too
+        # copies of embedding and head that both the donor's folder and the target's family have in MTP layers
         added = given.features & trunk.has & COPIES.keys()
         if given.carried is not None:
             added = given.features - STORED_HEAD.keys()

@@ -53,7 +53,7 @@ class TextAndMasks(BlockAttention):
 
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
-        self.window = self.window or (-1, 0)  # masks see those before them alone
+        self.window = self.window or (-1, 0)  # masks only attend to earlier rows
 
     @override
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:

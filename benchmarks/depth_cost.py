@@ -100,7 +100,7 @@ def measured(sizes: Sizes, repeats: int) -> tuple[Timed, dict[int, float]]:
 
 
 def build(depths: int) -> Side:
-    """Build this package's model with this many depths, in training mode."""
+    """Build this package's model with this many MTP layers, in training mode."""
     get_args().mtp_num_layers = depths or None
     return our_gpt(make_batches())
 

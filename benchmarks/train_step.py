@@ -114,7 +114,7 @@ def megatron_hybrid(batches: Batches, like: Side | None) -> Side:
 
 
 def with_pattern() -> Namespace:
-    """Return Megatron's arguments, and the layers of a hybrid with this many depths."""
+    """Return Megatron's arguments, and the layers of a hybrid with this many MTP layers."""
     args = get_args()
     args.hybrid_layer_pattern = pattern(args.mtp_num_layers)
     return args

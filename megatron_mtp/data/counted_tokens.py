@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 OPENED = re.compile(r"[<\[][^<>\[\]/]*(think|thought|reason)[^<>\[\]/]*[>\]]\s*$", re.IGNORECASE)
-"""The beginning of a thought, with which some generation prompts end."""
+"""The start of a thought, at the end of some generation prompts."""
 
 OPEN, CLOSE = "⟦", "⟧"
 

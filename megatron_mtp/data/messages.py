@@ -167,7 +167,7 @@ def _part(part: Any, where: str) -> str:
 
 
 def _is_trained(fields: dict[str, Any], is_assistant: bool, where: str) -> bool:
-    """Return what the flags of a message say, and remove them from its fields."""
+    """Return the values of a message's flags, and remove them from its fields."""
     said = dict[str, bool]()
     for name in [name for name in fields if FLAG_LIKE.search(name.lower())]:
         value = fields.pop(name)
@@ -259,7 +259,7 @@ class Texts(NamedTuple):
     """The rendered parts of a turn.
 
     Attributes:
-        supplied: the part in the generation prompt, such as the beginning of a thinking block.
+        supplied: the part in the generation prompt, such as the start of a thinking block.
         written: the part that counts.
         respelled: function that converts a text to the tokens' spelling, because some tokenizers normalize.
     """

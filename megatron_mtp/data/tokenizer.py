@@ -180,7 +180,7 @@ def entries(tokenizer: "PreTrainedTokenizerBase") -> int:
 def end_tokens(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
     """Return the ids that end an output: the tokenizer's eos and every `eos_token_id` in the model folder's files.
 
-    A model that chats ends its turns with ids that generation_config.json or config.json lists, beside the eos of the
+    A chat model ends its turns with ids from generation_config.json or config.json, in addition to the eos of the
     tokenizer, which may only end documents.
     """
     folder = Path(tokenizer.name_or_path)

@@ -169,7 +169,7 @@ def _mask_token(given: int | None, vocabulary: int) -> int:
     return mask
 
 
-# --- draft heads of a run ---------------------------------------------------------------------------------------------
+# --- heads of a run ---------------------------------------------------------------------------------------------------
 
 BESIDE_MTP = "drafter_beside_mtp"
 """Argument that is true if a drafter is trained together with MTP layers rather than instead of them."""

@@ -152,7 +152,7 @@ def plan_load(args: Namespace, settings: MTPConfig) -> LoadPlan:
 
 
 def _of_layers(plan: LoadPlan, args: Namespace, settings: MTPConfig, name: str, folder: Path) -> LoadPlan:
-    """Return the plan with layers that the iteration lacks, as the argument `name` says."""
+    """Return the plan with layers that the iteration lacks, according to the argument `name`."""
     source = f"{FLAGS[name]} {getattr(args, name)}"
     common: dict[str, Any] = {}
     has_drafter = False
@@ -188,8 +188,8 @@ def _of_changed_layers(
 ) -> LoadPlan:
     """Return the plan with the MTP layers that the checkpoint lacks.
 
-    A run goes on with more or fewer layers: the state of the optimizer is that of the others. From a checkpoint without
-    any it starts anew.
+    A run may continue with more or fewer layers, keeping the optimizer's state of the others. From a checkpoint without
+    any, the optimizer starts from scratch.
 
     Args:
         plan: so far.

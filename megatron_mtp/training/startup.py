@@ -30,7 +30,7 @@ from megatron_mtp.training.short_log import keep_traceback, last_words
 PACKAGE = Path(__file__).parents[1]
 
 MOST_NAMED, FARTHEST = 4, 8
-"""Limits of a useful message: a line that names more flags, and callers farther out, say little about the mistake."""
+"""Limits of a useful message: a line that names more flags, and outer callers, do not explain the mistake."""
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def _named_flags(parser: ArgumentParser, error: BaseException, args: Namespace) 
     """Return flags that the message names or quotes, or else the innermost statement that reads some, with values.
 
     A statement reads flags that have nothing to do with the mistake too: those at their defaults are left out, unless
-    the message says that one is missing.
+    the message reports a missing one.
     """
     flags = {action.dest: action.option_strings[0] for action in parser._actions}
     switches = {action.dest: action.default for action in parser._actions if action.nargs == 0}

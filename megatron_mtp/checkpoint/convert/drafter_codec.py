@@ -110,7 +110,7 @@ class DrafterCodec(ABC):
 
     @abstractmethod
     def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
-        """Return the settings that only this kind has, by flag name, but for those with a `Setting.key`.
+        """Return the settings that only this kind has, by flag name, except those with a `Setting.key`.
 
         Raises:
             ValueError: the trunk of these arguments does not support such a drafter.

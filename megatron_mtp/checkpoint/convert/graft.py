@@ -76,7 +76,7 @@ OF_TOKENS = {"vocab_size", "max_position_embeddings"}
 _OWN_ROWS = re.compile(r"\b(word_embeddings|output_layer|embed_tokens|shared_head\.output)\.weight$")
 """Embedding and head of an MTP layer, where it does not use the trunk's."""
 _OUTSIDE = re.compile(rf"^.*\blayers\.\d+\.({SHARDED_TF_LAYER}\.)?")
-"""What stands before a tensor's name in its layer."""
+"""Prefix of a tensor's name in its layer."""
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ def test_a_drafter_catches_up_where_enough_tokens_are_left(left: int, drafts: bo
 
 
 def test_plain_steps_are_timed_again_while_drafts_pay() -> None:
-    """It is noticed if plain steps become fast."""
+    """Plain steps that become fast are detected."""
     auto, counts = AutoK(2), list[int]()
     for step in range(1000):
         counts.append(auto.choose())

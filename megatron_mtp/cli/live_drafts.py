@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_mtp.cli.terminal import read_prompts
 from megatron_mtp.data.tokenizer import read_tokenizer
+from megatron_mtp.spec.head import only_drafter
 
 TAU, COUNT, NEW_TOKENS = "tau_real", 8, 64
 """Name of the metric, default number of prompts, and new tokens of each."""
@@ -41,8 +42,8 @@ class LiveDrafts:
 
 def method_of(args: Namespace) -> dict[str, Any]:
     """Return how to draft with a run's MTP layers or drafter: greedily, with as many tokens as in training."""
-    if args.drafter is not None and not args.drafter_beside_mtp:
-        return {"method": args.drafter}
+    if (kind := only_drafter(args)) is not None:
+        return {"method": kind}
     if args.mtp_use_repeated_layer:
         return {"method": "mtp_eagle", "num_speculative_tokens": args.mtp_unroll or args.mtp_num_layers}
     return {"method": "mtp"}

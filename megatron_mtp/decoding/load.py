@@ -28,7 +28,7 @@ from megatron_mtp.megatron.machine import transformer_engine_works
 from megatron_mtp.model.arguments import MTPModelConfig, check_trainable, config_of
 from megatron_mtp.model.build import build, join_world
 from megatron_mtp.model.stored_arguments import alone, completed
-from megatron_mtp.spec.head import stands_beside
+from megatron_mtp.spec.head import has_both
 from megatron_mtp.spec.kinds import DRAFTERS
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def load_checkpoint(
         )
     check_trainable(args, f"{flag} is {iteration.parent}, which")
     takes_drafter = config is not None and PROPOSERS[config.method].depths in DRAFTERS
-    is_one_of_two, args = stands_beside(args), alone(args, takes_drafter)
+    is_one_of_two, args = has_both(args), alone(args, takes_drafter)
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern is not None and Symbols.DS_ATTENTION in pattern:
         raise ValueError(

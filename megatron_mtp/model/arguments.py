@@ -19,8 +19,8 @@ from megatron_mtp.megatron.patterns import symbols_of_a_layer, trunk_and_depths
 from megatron_mtp.spec.attention import AttentionSizes, LatentSizes
 from megatron_mtp.spec.config import SHARED_KEYS, MTPConfig
 from megatron_mtp.spec.head import (
-    BESIDE_MTP,
     DRAFTER_SETTINGS,
+    WITH_MTP,
     HeadSettings,
     TrunkSpec,
     drafted_steps,
@@ -142,7 +142,7 @@ def as_mtp_layers(steps: int, args: Namespace) -> dict[str, Any]:
         "mtp_init": None,
         "mtp_train_only": True,
         "mtp_loss_scaling_factor": 1.0,
-        BESIDE_MTP: False,
+        WITH_MTP: False,
     }
 
 

@@ -10,7 +10,7 @@ from megatron_mtp.megatron.parser import CUDA, arguments_without
 from megatron_mtp.megatron.parsing import parse_flags
 from megatron_mtp.megatron.patterns import without_stages
 from megatron_mtp.model.arguments import as_mtp_layers, trunk_spec
-from megatron_mtp.spec.head import BESIDE_MTP, HeadSpec, drafted_steps, stands_beside
+from megatron_mtp.spec.head import NO_DRAFTER, HeadSpec, drafted_steps, has_both
 
 
 def completed(stored: Namespace) -> Namespace:
@@ -29,9 +29,9 @@ def completed(stored: Namespace) -> Namespace:
 
 def alone(args: Namespace, is_drafter: bool) -> Namespace:
     """Return the arguments of a model that drafts with only one of two: the drafter or the MTP layers."""
-    if not stands_beside(args):
+    if not has_both(args):
         return args
-    changes = as_mtp_layers(drafted_steps(args), args) if is_drafter else {"drafter": None, BESIDE_MTP: False}
+    changes = as_mtp_layers(drafted_steps(args), args) if is_drafter else NO_DRAFTER
     return Namespace(**{**vars(args), **changes})
 
 

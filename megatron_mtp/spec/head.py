@@ -171,8 +171,11 @@ def _mask_token(given: int | None, vocabulary: int) -> int:
 
 # --- heads of a run ---------------------------------------------------------------------------------------------------
 
-BESIDE_MTP = "drafter_beside_mtp"
+WITH_MTP = "drafter_beside_mtp"
 """Argument that is true if a drafter is trained together with MTP layers rather than instead of them."""
+
+NO_DRAFTER = {"drafter": None, WITH_MTP: False}
+"""Arguments of a model without a drafter."""
 
 HEADS = {"mtp": "mtp", "drafter_block": "drafter"}
 """Module names of draft heads, with their prefix in metrics; a drafter without MTP layers is `mtp` too."""
@@ -233,9 +236,14 @@ def trained_depths(args: Namespace) -> int:
 
 def drafted_steps(args: Namespace) -> int:
     """Return the number of tokens that a drafter trained with MTP layers learns to draft; 0 without one."""
-    return drafts_of(vars(args)) if stands_beside(args) else 0
+    return drafts_of(vars(args)) if has_both(args) else 0
 
 
-def stands_beside(args: Namespace) -> bool:
-    """Return whether a drafter is trained together with MTP layers."""
-    return getattr(args, "drafter", None) is not None and getattr(args, BESIDE_MTP, False)
+def has_both(args: Namespace) -> bool:
+    """Return whether a model has MTP layers and a drafter."""
+    return getattr(args, "drafter", None) is not None and getattr(args, WITH_MTP, False)
+
+
+def only_drafter(args: Namespace) -> str | None:
+    """Return the kind of a drafter that a model has instead of MTP layers; None if it has none, or both."""
+    return None if has_both(args) else getattr(args, "drafter", None)

@@ -25,7 +25,7 @@ from megatron_mtp.megatron.parser import APEX, CUDA, TE, flags_without
 from megatron_mtp.megatron.patterns import without_stages
 from megatron_mtp.model.arguments import MTPModelConfig, check_trainable, config_of
 from megatron_mtp.spec.config import MTPConfig
-from megatron_mtp.spec.head import BESIDE_MTP, drafted_steps, heads_of, trained_depths
+from megatron_mtp.spec.head import WITH_MTP, drafted_steps, has_both, heads_of, only_drafter, trained_depths
 from megatron_mtp.training.checks import check_data, check_flags, check_hub, check_ranges, check_supported, check_trunk
 from megatron_mtp.training.datasets import OF_CHAT_FLAGS, reads_chats
 from megatron_mtp.training.flags import add_mtp_arguments
@@ -182,8 +182,8 @@ def stored_values(given: Namespace) -> dict[str, Any]:
     drafter = given.drafter or stored.get("drafter")
     if drafter is None:
         return stored
-    is_beside = stored.get(BESIDE_MTP, False) if given.drafter is None else given.drafter_beside_mtp
-    stored |= {BESIDE_MTP: is_beside, "drafter": drafter}
+    chosen = stored if given.drafter is None else vars(given)
+    stored |= {WITH_MTP: chosen.get(WITH_MTP, False), "drafter": drafter}
     return stored | drafter_arguments(with_changes(given, stored))
 
 
@@ -199,13 +199,12 @@ def merged(given: Namespace, validated: Namespace, settled: dict[str, Any]) -> d
         **({"mtp_use_repeated_layer": True} if given.mtp_use_repeated_layer else {}),
         **settled,
         "create_attention_mask_in_dataloader": validated.create_attention_mask_in_dataloader and has_mask,
-        BESIDE_MTP: bool(getattr(validated, BESIDE_MTP, False)),
+        WITH_MTP: has_both(validated),
     }
     args = with_changes(validated, changes)
     if args.drafter is not None:
         changes |= drafter_arguments(args)
-    has_layers = args.drafter is None or args.drafter_beside_mtp
-    if args.use_checkpoint_args and given.mtp_num_layers is not None and has_layers:
+    if args.use_checkpoint_args and given.mtp_num_layers is not None and only_drafter(args) is None:
         args = with_changes(args, {**changes, "mtp_num_layers": given.mtp_num_layers})
         changes["mtp_num_layers"] = counted_depths(args)
     return changes

@@ -31,7 +31,7 @@ from megatron_mtp.megatron.checkpoint.reader import (
 from megatron_mtp.megatron.patterns import trunk_and_depths
 from megatron_mtp.model.draft_vocabulary import tokens_of_file
 from megatron_mtp.spec.config import MTPConfig, flag_of
-from megatron_mtp.spec.head import DRAFTER_SETTINGS, HEADS, stands_beside
+from megatron_mtp.spec.head import DRAFTER_SETTINGS, HEADS, has_both, only_drafter
 from megatron_mtp.spec.rope_scaling import scaling_arguments
 from megatron_mtp.training.short_log import say
 
@@ -170,7 +170,7 @@ def _of_layers(plan: LoadPlan, args: Namespace, settings: MTPConfig, name: str, 
         else:  # the stored optimizer has no state for it
             plan = plan.then(
                 f"a new drafter on the trunk of {folder}; starting as with --finetune",
-                absent={of_drafter if stands_beside(args) else first: (0,)},
+                absent={of_drafter if has_both(args) else first: (0,)},
                 finetune=True,
             )
     if _has_layers(args):
@@ -242,12 +242,12 @@ def _check_drafter(folder: Path, stored: Namespace, args: Namespace) -> None:
 
 def _has_layers(args: Namespace) -> bool:
     """Return whether the run has MTP layers, and not only a drafter."""
-    return args.mtp_num_layers is not None and (args.drafter is None or stands_beside(args))
+    return args.mtp_num_layers is not None and only_drafter(args) is None
 
 
 def _left_out(args: Namespace, stored: Namespace) -> str:
     """Describe parts of a checkpoint with a drafter that the run neither trains nor saves; empty for none."""
-    parts = {"MTP layers": stands_beside(stored) and not _has_layers(args), "a drafter": args.drafter is None}
+    parts = {"MTP layers": has_both(stored) and not _has_layers(args), "a drafter": args.drafter is None}
     return " and ".join(part for part, is_left in parts.items() if is_left)
 
 
@@ -360,9 +360,8 @@ def _stored_draft_vocabulary(folder: Path, args: Namespace) -> Tensor | None:
     Raises:
         ValueError: they have two.
     """
-    is_beside = stands_beside(args)
-    found = stored_draft_vocabulary(folder, of_drafter=args.drafter is not None and not is_beside)
-    if is_beside and (folder / FORMAT).exists() and DistReader(folder).has_drafter:
+    found = stored_draft_vocabulary(folder, of_drafter=only_drafter(args) is not None)
+    if has_both(args) and (folder / FORMAT).exists() and DistReader(folder).has_drafter:
         lists = found, stored_draft_vocabulary(folder, of_drafter=True)
         if (depths := stored_depths(folder)) is not None and not depths.layers:
             return lists[1]

@@ -11,7 +11,7 @@ from megatron_mtp.data.checks import split_weights
 from megatron_mtp.model.arguments import as_mtp_layers, layers_to_read, trunk_spec
 from megatron_mtp.spec.attention import LATENT, own_sizes
 from megatron_mtp.spec.config import MTPConfig, flag_of
-from megatron_mtp.spec.head import BESIDE_MTP, layers_of, stands_beside
+from megatron_mtp.spec.head import WITH_MTP, has_both, layers_of, only_drafter
 from megatron_mtp.spec.kinds import drafts_of, kind_of
 from megatron_mtp.training.short_log import say
 
@@ -33,10 +33,9 @@ def of_drafter(args: Namespace) -> dict[str, Any]:
     Raises:
         ValueError: --drafter was combined with a flag that a drafter run does not support.
     """
-    is_beside = args.drafter is not None and bool(args.mtp_num_layers)
     if args.drafter is None:
-        return {BESIDE_MTP: is_beside}
-    is_alone = not is_beside
+        return {WITH_MTP: False}
+    is_alone = not args.mtp_num_layers
     for given, flag, why in (
         (is_alone and args.mtp_unroll, "--mtp-unroll", "its passes are --drafter-steps"),
         (is_alone and args.mtp_init, "--mtp-init", "a new drafter is drawn"),
@@ -51,7 +50,8 @@ def of_drafter(args: Namespace) -> dict[str, Any]:
     ):
         if given:
             raise ValueError(f"--drafter {args.drafter} was given with {flag}, but {why}; drop one of the two.")
-    return {BESIDE_MTP: is_beside, **drafter_arguments(with_changes(args, {BESIDE_MTP: is_beside}))}
+    both = {WITH_MTP: not is_alone}
+    return both | drafter_arguments(with_changes(args, both))
 
 
 def drafter_arguments(args: Namespace) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def drafter_arguments(args: Namespace) -> dict[str, Any]:
     return {
         "drafter_layers": chosen or None,
         **{name: value for name, value in kind.own(given).items() if kind.settings[name].is_size},
-        **({} if stands_beside(args) else _in_their_place(args)),
+        **({} if has_both(args) else _in_their_place(args)),
     }
 
 
@@ -124,7 +124,7 @@ def counted_depths(args: Namespace) -> int | None:
     for old in ("hybrid_override_pattern", "mtp_hybrid_override_pattern"):
         if getattr(args, old) is not None:
             raise ValueError(f"{flag_of(old)} is deprecated; give {PATTERN}, as '<trunk>/<depth>/...'.")
-    if args.hybrid_layer_pattern is None or (args.drafter is not None and not stands_beside(args)):
+    if args.hybrid_layer_pattern is None or only_drafter(args) is not None:
         return args.mtp_num_layers or None
     depths = parse_hybrid_pattern(args.hybrid_layer_pattern).mtp_num_depths
     if args.mtp_num_layers == 0 and depths:

@@ -21,7 +21,7 @@ from megatron_mtp.megatron.checkpoint import EMBEDDING, HF_FILES, OUTPUT, RELEAS
 from megatron_mtp.megatron.checkpoint.catalogue import read_catalogue
 from megatron_mtp.megatron.checkpoint.iterations import another, named_iteration
 from megatron_mtp.megatron.checkpoint.reader import DistReader, check_files
-from megatron_mtp.spec.head import BESIDE_MTP
+from megatron_mtp.spec.head import only_drafter
 
 if TYPE_CHECKING:
     from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm
@@ -71,8 +71,7 @@ class MegatronSide(Opened):
     @property
     def said_depths(self) -> int | None:
         """Number of MTP layers in the arguments; a repeated layer serves them all."""
-        takes_place = self.argument("drafter") and not self.argument(BESIDE_MTP)
-        found = 0 if takes_place else self.argument("mtp_num_layers")
+        found = 0 if self.args is not None and only_drafter(self.args) else self.argument("mtp_num_layers")
         if not is_count(found):
             return None if self.args is None else 0
         return min(found, 1) if self.argument("mtp_use_repeated_layer") else found

@@ -41,7 +41,7 @@ from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.draft_vocabulary import tokens_of_file
 from megatron_mtp.model.initialize import RandomWeights
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
-from megatron_mtp.spec.head import BESIDE_MTP
+from megatron_mtp.spec.head import NO_DRAFTER
 
 ONE_PASS: dict[str, Any] = {UNROLL: None, SHARES: False}
 """Arguments of MTP layers that are not repeated."""
@@ -93,7 +93,7 @@ def changed(reader: DistReader, source: Path, drafts: NewDrafts) -> Conversion:
     """Copy a checkpoint's trunk with other MTP layers or drafters; `source` is the path given by the user."""
     arguments = drafts.arguments
     if reader.has_drafter:
-        arguments = {"drafter": None, BESIDE_MTP: False, **arguments}
+        arguments = NO_DRAFTER | arguments
     trunk = [key for key in reader.keys if not key.startswith(("mtp.", DRAFTER))]
     kept = [copied(reader, key) for key in trunk if key.removeprefix(CARRIED) not in drafts.dropped]
     parts = [part for part in (kept, drafts.made) if part]

@@ -26,7 +26,7 @@ from megatron_mtp.decoding.load import Loaded, load_checkpoint
 from megatron_mtp.extensions.predict.acceptance import Sample
 from megatron_mtp.megatron.checkpoint.iterations import is_checkpoint
 from megatron_mtp.megatron.checkpoint.reader import DistReader
-from megatron_mtp.spec.head import stands_beside
+from megatron_mtp.spec.head import only_drafter
 
 BATCH = 8
 """Sequences that are continued together."""
@@ -62,7 +62,7 @@ def opened(path: Path, family: str | None, tokenizer: Path | None, trust_remote_
     if is_checkpoint(path):
         reader = DistReader(path)
         form, args = form_of(reader, None, family, tokenizer, trust_remote_code), reader.common()["args"]
-        drafter = None if stands_beside(args) else getattr(args, "drafter", None)
+        drafter = only_drafter(args)
         is_latent = getattr(args, "drafter_multi_latent_attention", None) is not None
         yield Source(path, _family(HFConfig.from_keys(form.keys)), drafter, is_latent)
     elif (path / CONFIG).is_file():

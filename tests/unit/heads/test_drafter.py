@@ -20,7 +20,7 @@ from megatron_mtp.model.arguments import as_mtp_layers
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.stored_arguments import alone
 from megatron_mtp.spec.config import MTPConfig
-from megatron_mtp.spec.head import HEADS, drafted_steps, stands_beside
+from megatron_mtp.spec.head import HEADS, drafted_steps, has_both
 from megatron_mtp.spec.kinds import DRAFTERS
 
 _, DRAFTER_BLOCK = HEADS
@@ -166,7 +166,7 @@ def test_recomputed_layers_of_a_trained_trunk_change_no_gradient_and_leave_no_st
 def test_a_checkpoint_of_both_is_read_as_one_of_them() -> None:
     of_mtp = {"mtp_num_layers": 2, "mtp_use_repeated_layer": False, "mtp_unroll": None, "mtp_train_only": False}
     both = Namespace(**of_mtp, drafter="eagle3", drafter_steps=5, drafter_beside_mtp=True)
-    assert stands_beside(both)
+    assert has_both(both)
     assert drafted_steps(both) == 5
     mtp, single = alone(both, is_drafter=False), alone(both, is_drafter=True)
     assert mtp.drafter is None
@@ -174,7 +174,7 @@ def test_a_checkpoint_of_both_is_read_as_one_of_them() -> None:
     assert {name: getattr(single, name) for name in as_mtp_layers(5, both)} == as_mtp_layers(5, both)
     assert single.drafter == "eagle3"
     for one in (mtp, single):
-        assert not stands_beside(one)
+        assert not has_both(one)
         assert drafted_steps(one) == 0
         assert alone(one, is_drafter=True) is one
 

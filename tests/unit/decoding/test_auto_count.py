@@ -233,7 +233,7 @@ def test_a_step_teaches_the_size_that_chose_its_k() -> None:
     assert steps[2] > 0
 
 
-def test_drafts_of_another_batch_are_not_gone_on_with() -> None:
+def test_drafts_of_another_batch_are_not_continued() -> None:
     """The drafter would have to run the rows of sequences that were decoded plainly until now."""
     auto = taught(0.1, [0.8, 0.6, 0.1])
     assert auto.choose() == 2

@@ -68,7 +68,7 @@ class Rewriting:
         return "x" * len(ids)
 
 
-def test_a_decoder_that_takes_characters_back_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_that_rewrites_characters_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
     detokenizer = Detokenizer(None, [])
     monkeypatch.setattr(detokenizer, "_backend", Rewriting())
     assert read(detokenizer, [1, 2]) == ["x", "x", ""]

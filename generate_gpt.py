@@ -1,8 +1,8 @@
-"""Generate text with a trained GPT, drafting several tokens per forward with its MTP depths.
+"""Generate text with a trained GPT, drafting several tokens per forward pass with its MTP layers.
 
     python generate_gpt.py --load runs/quickstart/checkpoint --prompt 'def ' --speculative-config '{"method": "mtp"}'
 
-`python generate_gpt.py --help` lists the flags; under torchrun the model is cut over the processes (tensor parallel).
+`python generate_gpt.py --help` lists the flags; under torchrun the model is split over the processes (tensor parallel).
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""Pretrain a GPT, with or without MTP depths, on Megatron's training loop: every Megatron flag, and --mtp-*.
+"""Pretrain a GPT, with or without MTP layers, in Megatron's training loop: every Megatron flag, and --mtp-*.
 
     python pretrain_gpt.py --mtp-num-layers 2 ...                       one process
-    torchrun --nproc-per-node 8 pretrain_gpt.py --mtp-num-layers 2 ...  one process a GPU
+    torchrun --nproc-per-node 8 pretrain_gpt.py --mtp-num-layers 2 ...  one process per GPU
 
 Without a CUDA device it runs on the CPU over gloo. `python pretrain_gpt.py --help` lists the flags.
 """
@@ -9,7 +9,7 @@ Without a CUDA device it runs on the CPU over gloo. `python pretrain_gpt.py --he
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the processes that write checkpoints import this file, and need nothing of it
+if __name__ == "__main__":  # processes that write checkpoints import this file, and need nothing from it
     from megatron_mtp.cli.main import run
 
     sys.exit(run("train", Path(sys.argv[0]).name, sys.argv[1:]))

@@ -2,11 +2,11 @@
 
 The speed of a forward pass does not depend on the weights, but the speed of drafting depends on acceptance. Here every
 transformer layer computes in full and adds nothing: its output projections are 0. So the trunk maps each token to the
-next one of a single cycle through the vocabulary. A depth's eh_proj passes the embedding on, so the depth does the same
-for its own token. Noise on the embedding part of eh_proj makes a depth err; benchmarks measure how often.
+next one of a single cycle through the vocabulary. An MTP layer's eh_proj passes the embedding on, so the layer does the
+same for its own token. Noise on the embedding part of eh_proj causes errors; benchmarks measure how often.
 
-Products with zeros draw less power than others. Where that matters the output projections stay random as well, as small
-as Megatron initializes them, so that what the layers add changes few of the tokens that the embedding decides.
+Products with zeros draw less power than others. If that matters, the output projections are random too, as small as
+Megatron initializes them, so that the layers change few of the tokens that the embedding determines.
 """
 
 from typing import Any
@@ -38,10 +38,11 @@ def agreeing_model(
     tied: bool = False,
     zeros: bool = True,
 ) -> GPTModel:
-    """Float32 on the current device; `noise` is relative to the identity of eh_proj, 0 for full agreement.
+    """Build a float32 model on the current device; `noise` is relative to the identity in eh_proj, 0 for full
+    agreement.
 
-    Heads have 64 channels by default, each its own key. A tied head maps each token to itself. Without `zeros` layers
-    add what random output projections make.
+    Heads have 64 channels by default, each with its own key. A tied head maps each token to itself. Without `zeros`,
+    output projections are random, so layers add something.
     """
     heads = heads or hidden // 64
     transformer = TransformerConfig(
@@ -75,7 +76,7 @@ def agreeing_model(
 def bytes_of_a_step(model: GPTModel) -> int:
     """Return bytes of weights that a plain step reads: layers, last norm and head.
 
-    Only rows of tokens of the embedding.
+    Of the embedding, only the rows of the step's tokens count.
     """
     tied = model.share_embeddings_and_output_weights
     head = model.embedding.word_embeddings.weight if tied else model.output_layer.weight

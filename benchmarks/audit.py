@@ -3,10 +3,10 @@
     python benchmarks/audit.py --folder DIR    two folders of 2 GB
     python benchmarks/audit.py --quick         does it run? (small experts; the figures mean nothing)
 
-`read` reads every file of both folders once, from front to end. `audit` compares the folders, which are copies, and
-looks at every number. `differing` is the audit of a folder with other numbers in the middle of its last file, for which
-an explanation is sought. All sides run in one process, in turns, and the files are in the system's cache where memory
-allows. The peak is that of a process that audits alone, above what importing needs.
+`read` reads every file of both folders once, from start to end. `audit` compares the folders, which are copies, and
+looks at every number. `differing` audits a folder with different numbers in the middle of its last file, and looks for
+an explanation. All sides run in one process, in turns, and the files are in the page cache if memory allows. The peak
+is that of a process that only audits, in addition to what imports need.
 """
 
 import shutil
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # needed when started by path
 
 import torch
 
@@ -28,14 +28,14 @@ LARGEST = 2 * max(VOCABULARY, WIDTH) * HIDDEN
 """Bytes of the largest tensor, the embedding."""
 PIECE = 2**23
 ALLOWANCE = 256.0
-"""MiB that a process may hold beside two tensors."""
+"""MiB that a process may hold in addition to two tensors."""
 
 GIGABYTES = 2.0
-"""Of a folder."""
+"""Default size of a folder."""
 
 
 def audit(wanted: Namespace) -> Found:
-    """Seconds of every side, and the peaks of a process that audits alone."""
+    """Return seconds of every side, and peak memory of a process that only audits."""
     folder = wanted.folder / "audit"
     folder.mkdir()
     size = write_folders(folder, None if wanted.quick else GIGABYTES)
@@ -55,9 +55,9 @@ def audit(wanted: Namespace) -> Found:
 
 
 def write_folders(folder: Path, gigabytes: float | None) -> int:
-    """A folder, its copy, and a copy in which one tensor has other numbers; returns the bytes of one.
+    """Write a folder, its copy, and a copy with one modified tensor; return the bytes of one.
 
-    The folder is a model of that size, or many small experts.
+    The folder is a model of that size, or has many small experts.
     """
     if gigabytes is None:
         write_experts(folder / "a", 1, EXPERTS)
@@ -86,7 +86,7 @@ def work(folder: Path) -> dict[str, Callable[[], object]]:
 
 
 def read(*folders: Path) -> None:
-    """Every byte of every file of tensors, once."""
+    """Read every byte of every tensor file once."""
     buffer = bytearray(PIECE)
     for folder in folders:
         for file in sorted(folder.glob("*.safetensors")):
@@ -96,7 +96,7 @@ def read(*folders: Path) -> None:
 
 
 def run_alone(folder: Path) -> dict[str, Any]:
-    """MiB of resident memory at most, above what was there before."""
+    """Return peak resident memory in MiB, above the initial amount."""
     sides = work(folder)
     before, peaks = resident("VmRSS"), {}
     for name, side in (("equal", "audit"), ("differing", "differing")):

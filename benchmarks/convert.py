@@ -1,12 +1,12 @@
 """Time conversions in both directions: few large tensors against a file copy, and 4,000 small ones.
 
-    python benchmarks/convert.py --folder DIR    all parts, in a folder that has room for 24 GB
+    python benchmarks/convert.py --folder DIR    all parts, in a folder with 24 GB of free space
     python benchmarks/convert.py --part count    one of fp8, size and count
     python benchmarks/convert.py --quick         does it run? (a few experts; the figures mean nothing)
 
-`fp8` reads 2 GB of FP8 in blocks of 128, decoded weight by weight, beside a copy of the same files. `size` converts a
-synthetic model of 8 GB. Each side is a process of its own, so that its peak of resident memory is its own: `copy` reads
-and writes every tensor through safetensors, `import` and `export` are the two conversions. `count` converts 3,966 small
+`fp8` reads 2 GB of FP8 in blocks of 128, decoded weight by weight, against copying the same files. `size` converts
+a synthetic model of 8 GB. Each side runs in a separate process with its own peak of resident memory: `copy` reads and
+writes every tensor through safetensors, `import` and `export` are the two conversions. `count` converts 3,966 small
 tensors, most of them experts, in one file and in twenty. Importing Megatron is not timed.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # needed when started by path
 
 import torch
 
@@ -32,7 +32,7 @@ LAYER = 2 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * 1024 + 3 * HIDDEN * WIDTH)
 
 
 def convert(wanted: Namespace) -> Found:
-    """The part in --part, or all; two with --quick."""
+    """Run the part in --part, or all; with --quick, two."""
     parts = ("fp8", "count") if wanted.quick else PARTS if wanted.part is None else (wanted.part,)
     found = []
     for part in parts:
@@ -48,7 +48,7 @@ def convert(wanted: Namespace) -> Found:
 
 
 def compare_sizes(folder: Path, quick: bool) -> Found:
-    """Throughput and peaks of a large model."""
+    """Compare throughput and peak memory on a large model."""
     size = write_model(folder / "source", GIGABYTES)
     sides = {side: ran(side, folder, quick) for side in ("copy", "import", "export")}
     rows = [(side, seconds, size / seconds / 1e6, peak / MIB) for side, (seconds, peak) in sides.items()]
@@ -69,7 +69,7 @@ def compare_sizes(folder: Path, quick: bool) -> Found:
 
 
 def compare_counts(folder: Path, quick: bool) -> Found:
-    """Seconds of both directions, the tensors being in one file or in many."""
+    """Compare seconds of both directions with the tensors in one file and in many."""
     config = EXPERTS | {"n_routed_experts": 4} if quick else EXPERTS
     rows = list[tuple[str, float]]()
     for files in (1, FILES):
@@ -85,7 +85,7 @@ def compare_counts(folder: Path, quick: bool) -> Found:
 
 
 def compare_fp8(folder: Path, quick: bool) -> Found:
-    """Reading quantized weights against a copy of their files, in turns; the best round of each counts."""
+    """Time reading quantized weights against copying their files, in turns; the best round of each counts."""
     size = write_fp8(folder / "source", part=16 if quick else 1, layers=1 if quick else 10)
     rounds = [{side: ran(side, folder, quick) for side in ("copy", "read")} for _ in range(1 if quick else ROUNDS)]
     best = {side: min(one[side][0] for one in rounds) for side in ("copy", "read")}
@@ -101,7 +101,7 @@ def compare_fp8(folder: Path, quick: bool) -> Found:
 
 
 def write_fp8(folder: Path, part: int, layers: int) -> int:
-    """Layers of a Llama in FP8 with a scale for each block, of sizes divided by `part`; returns their bytes."""
+    """Write layers of a Llama in FP8 with one scale per block, with sizes divided by `part`; return their bytes."""
     from safetensors.torch import save_file
 
     folder.mkdir()
@@ -132,7 +132,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 
 def write_model(folder: Path, gigabytes: float) -> int:
-    """A Llama folder of random bits; returns its bytes."""
+    """Write a Llama folder of random bits; return its bytes."""
     from megatron_mtp.checkpoint.hf.writer import HFShards
 
     folder.mkdir()
@@ -178,7 +178,7 @@ def write_experts(folder: Path, files: int, config: dict[str, Any]) -> None:
     folder.mkdir(parents=True)
     tensors = [(name, shape, torch.bfloat16) for name, shape in experts_shapes(config).items()]
     size = sum(2 * torch.Size(shape).numel() for _, shape, _ in tensors)
-    HFShards(folder, tensors, -(-size // files) + 2 * 64 * 128)  # the files are made with zeros inside
+    HFShards(folder, tensors, -(-size // files) + 2 * 64 * 128)  # creates sparse files of zeros
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -195,17 +195,17 @@ def experts_shapes(keys: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def ran(side: str, folder: Path, quick: bool) -> tuple[float, int]:
-    """Seconds and peak of a side, in a process of its own unless it is quick."""
+    """Return seconds and peak memory of a side, in a separate process unless it is a quick run."""
     return run_side(side, folder) if quick else in_own_process(run_side, side, folder)
 
 
 def run_side(side: str, folder: Path) -> tuple[float, int]:
-    """Seconds of the work itself, and the peak of the whole process in bytes."""
+    """Return seconds of the work itself, and the whole process's peak memory in bytes."""
     if side != "copy":
         from megatron_mtp.megatron.runtime import prepare
 
         prepare()
-        import megatron_mtp.checkpoint.convert.import_hf  # noqa: F401  (importing Megatron is not what is timed)
+        import megatron_mtp.checkpoint.convert.import_hf  # noqa: F401  (importing Megatron is not timed)
     started = time.perf_counter()
     _WORK[side](folder)
     return time.perf_counter() - started, resident("VmHWM")

@@ -1,21 +1,21 @@
 """Time decoding of one request on a CPU: against reading the weights, against transformers and llama.cpp.
 
     python benchmarks/decoding.py                         both models, float32 and bfloat16
-    python benchmarks/decoding.py --model small           the quickstart's model alone, or one of its shape
-    python benchmarks/decoding.py --gguf FOLDER           llama.cpp's rate too, by llama-bench on FOLDER/<case>.gguf
+    python benchmarks/decoding.py --model small           only the quickstart's model, or one of its shape
+    python benchmarks/decoding.py --gguf FOLDER           llama.cpp's rate too, from llama-bench on FOLDER/<case>.gguf
     python benchmarks/decoding.py --quick                 does it run? (the figures mean nothing)
 
-A plain step reads every weight once. So the rate at which this process sums a tensor as large as the weights, two
-threads or however many, bounds its tokens a second: from memory for the large model, from a cache for the small one.
+A plain step reads every weight once. So the rate at which this process sums a tensor as large as the weights, with the
+same threads, bounds its tokens per second: from memory for the large model, from a cache for the small one.
 
-    large    the shape of SmolLM2-135M, with two depths: 30 layers, H 576, 9 heads of 3 groups, vocabulary 49,152, tied
-    small    the quickstart's: 7 layers, one depth, H 192, 3 heads, vocabulary 1,024; its checkpoint where there is one
+    large    the shape of SmolLM2-135M with two MTP layers: 30 layers, H 576, 9 heads, 3 groups, vocabulary 49,152, tied
+    small    the quickstart's: 7 layers, one MTP layer, H 192, 3 heads, vocabulary 1,024; its checkpoint if it exists
 
-Both draft two tokens a round, the small model by applying its depth twice.
+Both draft two tokens per round, the small model by applying its MTP layer twice.
 
-Weights are random but for the checkpoint's; drafts agree as often as `accepted_length` says. The sides take turns, run
-by run, on the same weights; figures are medians. llama.cpp's rates of the goals were measured on another machine of the
-same kind, and are the share of this bound that they were of that machine's.
+Weights are random except for the checkpoint's; drafts agree as often as `accepted_length` states. The sides take turns,
+run by run, on the same weights; results are medians. llama.cpp's rates in the goals were measured on another machine of
+the same kind, and are scaled by the two machines' bounds.
 """
 
 import json
@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # needed when started by path
 
 import torch
 
@@ -47,12 +47,12 @@ ON_CPU = prepare()
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LLAMA_CPP = {"float32": 50.4 / 89, "bfloat16": 84.4 / 178}
-"""The share of the bound that llama.cpp reached with the large model, two threads of an AMD EPYC."""
+"""Fraction of the bound that llama.cpp reached with the large model, on two threads of an AMD EPYC."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, and how much of it is run."""
+    """A model, and the amount of work to time."""
 
     sizes: dict[str, Any]
     depths: int
@@ -89,7 +89,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 
 def decoding(wanted: Namespace) -> Found:
-    """The models and types in the flags."""
+    """Measure the models and dtypes in the flags."""
     join_world()
     dtypes = [*DTYPES] if wanted.dtype == "all" else [wanted.dtype]
     results: dict[str, Any] = {"compiled": all(library(DTYPES[dtype]) is not None for dtype in dtypes)}
@@ -103,7 +103,7 @@ def decoding(wanted: Namespace) -> Found:
 
 
 def measured(model: str, dtype: str, wanted: Namespace) -> tuple[dict[str, Any], list[Goal]]:
-    """Tokens a second of every side of a case, and its goals."""
+    """Return tokens per second of every side of a case, and its goals."""
     shape = shape_of(model, wanted)
     runner = runner_of(model, DTYPES[dtype], wanted)
     trunk, depths = llama_of(runner.model, DTYPES[dtype])
@@ -151,7 +151,7 @@ def runner_of(model: str, dtype: torch.dtype, wanted: Namespace) -> Runner:
 
 
 def check_tokens(name: str, texts: dict[str, list[int]], dtype: torch.dtype) -> None:
-    """Say where a side parts from plain decoding, and end where one of ours does in float32."""
+    """Print where a side diverges from plain decoding, and fail if one of ours does in float32."""
     for side, text in texts.items():
         same = next((n for n, (a, b) in enumerate(zip(text, texts["plain"], strict=True)) if a != b), len(text))
         if same < len(text):
@@ -161,7 +161,7 @@ def check_tokens(name: str, texts: dict[str, list[int]], dtype: torch.dtype) -> 
 
 
 def read_rate(size: int, calls: int = 20) -> float:
-    """Bytes a second at which a tensor of that size is summed, the best of some calls."""
+    """Return the bytes per second of summing a tensor of that size, the best of several calls."""
     tensor = torch.ones(size // 4)
     took = []
     for _ in range(calls):
@@ -172,10 +172,10 @@ def read_rate(size: int, calls: int = 20) -> float:
 
 
 def llama_bench(folder: Path | None, case: str, tokens: int) -> float | None:
-    """llama.cpp's tokens a second of plain decoding; None where it is not asked for.
+    """Return llama.cpp's tokens per second of plain decoding; None if not requested.
 
     Raises:
-        SystemExit: it was asked for, and there is no llama-bench or no such file.
+        SystemExit: it was requested, but llama-bench or the file is missing.
     """
     if folder is None:
         return None
@@ -212,7 +212,7 @@ def goals_of(model: str, dtype: str, timed: Timed, results: dict[str, Any]) -> l
 
 
 def rates_table(results: dict[str, Any]) -> Table:
-    """Tokens a second, a case a line."""
+    """Return tokens per second, one case per line."""
     cases = {name: one for name, one in results.items() if name != "compiled"}
     sides = list(next(iter(cases.values()))["tokens_per_second"])
     rows = [

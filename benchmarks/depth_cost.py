@@ -1,15 +1,14 @@
 """Time that MTP layers add to a training step: measured, by arithmetic, and as predicted by `megatron-mtp plan`.
 
-    python benchmarks/depth_cost.py                    D = 1, 2 and 4 beside D = 0, in two sizes
-    python benchmarks/depth_cost.py --cpu-time         one thread and its CPU time: for a machine that others use
+    python benchmarks/depth_cost.py                    D = 1, 2 and 4 against D = 0, in two sizes
+    python benchmarks/depth_cost.py --cpu-time         CPU time of one thread, for a shared machine
     python benchmarks/depth_cost.py --quick            does it run? (the figures mean nothing)
 
-With C the multiply-adds of one layer for a token, H the hidden size, V the vocabulary and L the trunk's layers, D
-depths add D (2 H^2 + C + H V) to L C + H V. All models take turns step by step, so that a load from outside meets all.
+With C the multiply-adds of one layer per token, H the hidden size, V the vocabulary and L the trunk's layers, D MTP
+layers add D (2 H^2 + C + H V) to L C + H V. All models take turns step by step, so that other load affects all of them.
 
-The plan is made for a CPU alone: rates of its products, attention and copies are measured first, in seconds. A profile
-of one step gives the peak of its memory. Optimizer and weights are there before a step, so that a step's peak is its
-activations and losses.
+The plan is for a CPU: rates of its products, attention and copies are measured first, in seconds. A profile of one step
+gives its peak memory. Optimizer and weights exist before a step, so the peak consists of activations and losses.
 """
 
 import sys
@@ -19,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # needed when started by path
 
 import torch
 from megatron.core import parallel_state
@@ -37,8 +36,9 @@ from megatron_mtp.extensions.plan.planning import NAIVE, Option, plan
 from megatron_mtp.extensions.plan.sizes import model_of
 
 ADDED_GOAL, PLAN_GOAL = 1.05, 0.1
-"""What depths add takes at most so many times their arithmetic's share; planned over measured is off by at most so
-much, of time and of memory."""
+"""Added time is at most this multiple of the MTP layers' share of arithmetic; the plan's time and memory are off by at
+most this fraction.
+"""
 DEPTHS = (0, 1, 2, 4)
 SIZES = {
     "large vocabulary": {
@@ -52,12 +52,12 @@ FORGET = (
     *(destroy_global_vars, destroy_num_microbatches_calculator, destroy_rerun_state_machine),
     parallel_state.destroy_model_parallel,
 )
-"""What Megatron keeps of a run, before another one is set up in the process."""
+"""Resets Megatron's state, before another run is set up in the process."""
 FLAGS = {"--cpu-time": {"action": "store_true", "help": "one thread and its CPU time"}}
 
 
 def depth_cost(wanted: Namespace) -> Found:
-    """Compare every number of depths with none, in both sizes."""
+    """Compare every number of MTP layers with none, in both sizes."""
     if wanted.cpu_time:
         torch.set_num_threads(1)
     clock = "cpu" if wanted.cpu_time else "wall"
@@ -100,19 +100,19 @@ def measured(sizes: Sizes, repeats: int) -> tuple[Timed, dict[int, float]]:
 
 
 def build(depths: int) -> Side:
-    """Build this package's model with this many depths, in training mode."""
+    """Build this package's model with this many MTP layers, in training mode."""
     get_args().mtp_num_layers = depths or None
     return our_gpt(make_batches())
 
 
 def step(depths: int, side: Side) -> None:
-    """A training step; Megatron's arguments are those of the process."""
+    """Run a training step; Megatron's arguments are global."""
     get_args().mtp_num_layers = depths or None
     side.step()
 
 
 def added_arithmetic(depths: int, sizes: Sizes) -> float:
-    """D (2 H^2 + C + H V) / (L C + H V); Megatron's gated MLP is 4 H wide, and attention sees half of a sequence."""
+    """Return D (2 H^2 + C + H V) / (L C + H V); Megatron's gated MLP is 4 H wide, attention covers half a sequence."""
     hidden = sizes.hidden_size
     layer = 4 * hidden**2 + 3 * 4 * hidden**2 + sizes.seq_length * hidden
     head = hidden * sizes.vocab_size
@@ -120,7 +120,7 @@ def added_arithmetic(depths: int, sizes: Sizes) -> float:
 
 
 def plans_of(sizes: Sizes, cpu_time: bool) -> dict[int, Option]:
-    """The plan of every D, by rates that are measured now."""
+    """Return the plan for every D, from rates measured now."""
     words = [*launch_line(sizes), "--transformer-impl", "local"]
     card = card_here(model_of(read(words)), time.process_time if cpu_time else time.perf_counter)
     made = plan(words, card, 1)

@@ -1,21 +1,20 @@
 """Checks that need a CUDA device; torch and Megatron are imported once, and every part is a fork with its own limit.
 
-    scripts/gpu_check.sh                                  all parts; figures in runs/gpu/PART.json as they come
-    scripts/gpu_check.sh --short                          is training right, and how fast? (4 minutes at most)
-    scripts/gpu_check.sh --parts losses graphs --out DIR  some, of those that --list shows
+    scripts/gpu_check.sh                                  all parts; results in runs/gpu/PART.json as they come in
+    scripts/gpu_check.sh --short                          is training correct, and how fast? (at most 4 minutes)
+    scripts/gpu_check.sh --parts losses graphs --out DIR  some of the parts that --list shows
     scripts/gpu_check.sh --device cpu --quick [--short]   does it run? (the figures mean nothing; no page)
-    scripts/gpu_check.sh start --out DIR --minutes 13     begin, and return at once
+    scripts/gpu_check.sh start --out DIR --minutes 13     start, and return at once
     scripts/gpu_check.sh follow --out DIR --seconds 170 --pack FILE.tgz
-                                                          what happened since the last look, until all parts have ended
+                                                          print new events until all parts have ended
     scripts/gpu_check.sh --merge DIR [DIR ...]            docs/explanation/evidence_gpu.md from several runs
 
-A part that fails, crashes or takes longer than its limit loses no other part's figures, nor those that it had until
-then. A part that lacks a package says so and is not run.
+A part that fails, crashes or exceeds its limit affects no other part's results, and keeps its own so far. A part that
+lacks a package is not run, and its record has the reason.
 
-Ends with status 0 if every part ran and met its goals, 1 if not, and 77, which test runners take for "skipped", without
-a CUDA device. A `follow` whose seconds have passed judges the parts that have ended. A run that has ended prints a
-block to paste into an issue. Without `start` or `follow` the last line is one JSON object, as of every benchmark
-(`harness.report`).
+Exits with status 0 if every part ran and met its goals, 1 if not, and 77 (skipped) without a CUDA device. After its
+seconds have passed, `follow` reports on finished parts. A finished run prints a block to paste into an issue.
+Without `start` or `follow` the last line is one JSON object, as for every benchmark (`harness.report`).
 """
 
 import argparse
@@ -33,8 +32,8 @@ import traceback
 from pathlib import Path
 from typing import IO, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found,
-sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # nor `fork_server`
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # needed when started by path
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # for `fork_server`
 
 from benchmarks.gpu import PARTS, SHORT, record
 from benchmarks.gpu.issue import block
@@ -46,7 +45,7 @@ from megatron_mtp.common.files import written_beside
 
 SKIPPED = 77
 FOLLOWED = "followed"
-"""The file that says how far the events have been shown."""
+"""The file that stores how many events have been shown."""
 PACK_EVERY = 20.0
 HAS_CUDA = """
 import ctypes, sys
@@ -56,7 +55,7 @@ sys.exit(driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not
 
 
 def main() -> int:
-    """Run the parts and print what they found, begin or follow a run, or merge what several have found."""
+    """Run the parts and print their results, start or follow a run, or merge the results of several runs."""
     args = parse(sys.argv[1:])
     with sentences("gpu_check"):
         if args.list:
@@ -86,7 +85,7 @@ def main() -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The flags."""
+    """Parse the flags."""
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_check.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -114,7 +113,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def list_parts(chosen: list[str], short: bool) -> int:
-    """List all parts, in the order in which they run."""
+    """List all parts in the order in which they run."""
     for name in chosen:
         part = PARTS[name]
         given = " ".join(f"{key}={value}" for key, value in part.given.items())
@@ -137,15 +136,17 @@ def chosen_parts(names: list[str], short: bool) -> list[str]:
 
 
 def has_cuda() -> bool:
-    """Asked of the driver, since torch takes a minute to import, and by a process that does not fork."""
+    """Return whether there is a CUDA device: ask the driver in a separate process, since importing torch takes a
+    minute.
+    """
     return subprocess.run([sys.executable, "-c", HAS_CUDA], capture_output=True).returncode == 0
 
 
-# A run that outlives its call: a process of its own, which holds a lock on the folder's events.
+# A detached run: a separate process that holds a lock on the folder's events.
 
 
 def start(args: argparse.Namespace, chosen: list[str]) -> int:
-    """Begin a run; returns its process, whose end ends all that it started."""
+    """Start a run and return its process; when it ends, so does everything that it started."""
     args.out.mkdir(parents=True, exist_ok=True)
     begun, command = time.monotonic(), shlex.join(["scripts/gpu_check.sh", *sys.argv[1:]])
     with open(args.out / record.EVENTS, "a") as events:
@@ -177,7 +178,7 @@ def start(args: argparse.Namespace, chosen: list[str]) -> int:
 
 
 def locked(events: IO[str], kind: int) -> bool:
-    """Take the lock of a run's events, unless the run goes on."""
+    """Take the lock on a run's events, unless the run is still going."""
     try:
         fcntl.flock(events, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -186,7 +187,7 @@ def locked(events: IO[str], kind: int) -> bool:
 
 
 def follow(folder: Path, seconds: float, archive: Path | None) -> list[dict[str, Any]]:
-    """Print what has happened since the last look, until the run or the time ends; the records of ended parts."""
+    """Print events since the last call, until the run or the time ends; return the records of finished parts."""
     if not (folder / record.EVENTS).exists():
         raise ValueError(f"--out is {folder}, where no run has begun; give the folder of a start.")
     until, packed = time.monotonic() + seconds, 0.0
@@ -212,7 +213,7 @@ def follow(folder: Path, seconds: float, archive: Path | None) -> list[dict[str,
 
 
 def settle(folder: Path) -> None:
-    """Complete the records of a run that was ended from outside, along with its parts."""
+    """Complete the records of a run that was killed, along with its parts."""
     if has_ended(folder):
         return
     for name in [name for name in record.parts_of(folder, "begins") if name not in record.parts_of(folder, "ended")]:
@@ -226,12 +227,12 @@ def settle(folder: Path) -> None:
 
 
 def has_ended(folder: Path) -> bool:
-    """Whether the run has said that it came to its end."""
+    """Return whether the run has recorded its end."""
     return any(each["what"] in ("all ended", "failed") for each in record.events(folder))
 
 
 def in_words(at: float, what: str, part: str = "", status: str = "", why: str | None = None, **more: Any) -> str:
-    """An event as a line: when, what, and the figures that have goals."""
+    """Return an event as a line: time, event, and results that have goals."""
     goals = [Goal(one["what"], one["value"], one["goal"], one["op"]) for one in more.pop("goals", [])]
     said = [time.strftime("%H:%M:%S", time.localtime(at)), what, part, status]
     said += [f"{key} {value}" for key, value in more.items()]
@@ -247,7 +248,7 @@ def pack(folder: Path, archive: Path) -> None:
 
 
 def status_of(folder: Path, records: list[dict[str, Any]]) -> int:
-    """1 if a part has not ended well, or not met its goals; those of a CPU mean nothing."""
+    """Return 1 if a part has failed or not met its goals, which do not count on a CPU."""
     failed = any(each["what"] in ("failed", "line failed") for each in record.events(folder))
     on_cpu = any(each["hardware"]["on the CPU"] for each in records if each["hardware"])
     missed = any(not goal["met"] for each in records for goal in each["goals"])

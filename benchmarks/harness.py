@@ -1,12 +1,12 @@
 """Shared by all benchmarks: command line, interleaved timing, memory peaks, goals, and the report.
 
 A benchmark is a function from its flags to what it `Found`; `main` runs it. Its sides are functions that do one step
-each, and take turns. The last line of a report is one JSON object
+each, and take turns. The last line of a report is one JSON object:
 
     {"benchmark": ..., "command": ..., "hardware": ..., "versions": ..., "results": ..., "goals": [...],
      "tables": [{"title": ..., "header": [...], "rows": [...]}]}
 
-What has no device needs no torch, so that torch is imported where it is used; Megatron never is.
+Benchmarks without a device do not need torch, so it is imported where it is used; Megatron is never imported.
 """
 
 import gc
@@ -36,7 +36,7 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {"<=": lambda a, b: a <= 
 
 @dataclass(frozen=True)
 class Goal:
-    """One figure that was promised: what was measured against what it has to be; `value` is None if it was not."""
+    """A goal: the measured value against its limit; `value` is None if it was not measured."""
 
     what: str
     value: float | None
@@ -70,12 +70,12 @@ class Spent:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One side's seconds over another's, from rounds in which both ran.
+    """One side's seconds relative to another's, from rounds in which both ran.
 
     Attributes:
-        ratio: of the two medians.
-        paired_ratio: median of the ratios within each round, which a load that comes and goes disturbs less.
-        paired_quartiles: 25 % and 75 % of those ratios.
+        ratio: ratio of the two medians.
+        paired_ratio: median of the ratios within each round, which is less sensitive to varying load.
+        paired_quartiles: 25 % and 75 % quantiles of those ratios.
     """
 
     ratio: float
@@ -84,27 +84,27 @@ class Comparison:
 
 
 class Table(NamedTuple):
-    """Figures with a title and a header; `str` is for a terminal, `markdown` for a page."""
+    """Results with a title and a header; `str` is for a terminal, `markdown` for a page."""
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[Any]]
 
     def __str__(self) -> str:
-        """Columns flush right."""
+        """Format with right-aligned columns."""
         cells = [list(self.header), *([_written(value) for value in row] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
         return "\n".join([self.title, lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
     def markdown(self) -> list[str]:
-        """Lines of Markdown without the title."""
+        """Return lines of Markdown without the title."""
         cells = [[_written(value) for value in row] for row in self.rows]
         return ["| " + " | ".join(row) + " |" for row in (list(self.header), ["---"] * len(self.header), *cells)]
 
 
 def _written(value: Any) -> str:
-    """Floats with four digits that count."""
+    """Format floats with four significant digits."""
     if isinstance(value, float):
         return f"{value:,.4g}"
     return "-" if value is None else f"{value:,}" if type(value) is int else str(value)
@@ -142,14 +142,14 @@ def main(
     repeats: Mapping[str, int] | None = None,
     flags: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """A benchmark's command: parse the flags, measure, report under the name of the script.
+    """Run a benchmark's command: parse the flags, measure, and report under the name of the script.
 
     Args:
-        measure: is given the flags with `place` ("quick", "cpu" or "cuda"), a `folder` for files and, if `repeats` has
-            the place, `repeats`.
+        measure: called with the flags, plus `place` ("quick", "cpu" or "cuda"), a `folder` for files and, if
+            `repeats` has the place, `repeats`.
         doc: the text of --help.
-        repeats: default rounds by place, or by what else a benchmark calls them.
-        flags: own flags, to what `add_argument` takes.
+        repeats: default rounds by place, or by a benchmark's own keys.
+        flags: the benchmark's own flags, with arguments of `add_argument`.
     """
     parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
     for name, given in (flags or {}).items():
@@ -178,10 +178,10 @@ def main(
 
 
 def count(text: str) -> int:
-    """The type of a command-line flag that takes a number of things.
+    """Parse a positive integer flag.
 
     Raises:
-        ArgumentTypeError: it is none of 1 or more.
+        ArgumentTypeError: it is not an integer of at least 1.
     """
     if not text.isdecimal() or int(text) == 0:
         raise ArgumentTypeError(f"{text} was given; give 1 or more.")
@@ -189,7 +189,7 @@ def count(text: str) -> int:
 
 
 def hardware(on_cpu: bool) -> dict[str, Any]:
-    """The machine in words, and how busy others keep it."""
+    """Return a description of the machine and its load."""
     import torch
 
     card = {} if on_cpu else {"driver": driver_version(), "CUDA": torch.version.cuda}
@@ -229,11 +229,11 @@ class Timed(dict[str, list[Spent]]):
     """Times of every round, by side."""
 
     def medians(self, clock: str = "wall") -> dict[str, float]:
-        """Seconds of a step, by side; of the clock or of the "cpu"."""
+        """Return the median seconds of a step by side; `clock` is "wall" or "cpu"."""
         return {name: statistics.median(self._of(name, clock)) for name in self}
 
     def compare(self, side: str, base: str, clock: str = "wall") -> Comparison:
-        """How much longer the steps of a side are than those of another."""
+        """Return how much longer the steps of one side take than those of another."""
         return compare(self._of(side, clock), self._of(base, clock))
 
     def _of(self, side: str, clock: str) -> list[float]:
@@ -246,13 +246,13 @@ def interleave(
     warm_up: int = 2,
     synchronize: Callable[[], None] = lambda: None,
 ) -> Timed:
-    """Time of every step, the sides taking turns within each round: A B, B A, A B, ...
+    """Time every step, with the sides taking turns within each round: A B, B A, A B, ...
 
     Args:
-        sides: name to what does one step.
-        repeats: rounds that are timed, each with one step of every side.
+        sides: functions that do one step, by name.
+        repeats: timed rounds, each with one step of every side.
         warm_up: rounds before them.
-        synchronize: waits until the device has done what it was given (`torch.cuda.synchronize`).
+        synchronize: waits until the device is done (`torch.cuda.synchronize`).
     """
     spent = Timed({name: [] for name in sides})
     with _garbage_kept():
@@ -266,7 +266,7 @@ def interleave(
 
 
 def rounds(names: Sequence[str], count: int) -> Iterator[list[str]]:
-    """The order of every round, each starting one further: for [a, b, c] that is abc, bca, cab, abc, ..."""
+    """Yield the order of every round, each rotated by one: for [a, b, c] that is abc, bca, cab, abc, ..."""
     for number in range(count):
         start = number % len(names)
         yield [*names[start:], *names[:start]]
@@ -282,7 +282,7 @@ def _spent(step: Callable[[], object], synchronize: Callable[[], None]) -> Spent
 
 @contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """No collection in the middle of a step, and none of what was there before."""
+    """Disable garbage collection during steps, and exclude existing objects."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -294,7 +294,7 @@ def _garbage_kept() -> Iterator[None]:
 
 
 def compare(seconds: Sequence[float], base: Sequence[float]) -> Comparison:
-    """How much longer `seconds` are than `base`, whose entries are of the same rounds."""
+    """Return how much longer `seconds` are than `base`, whose entries are from the same rounds."""
     ratios = [one / other for one, other in zip(seconds, base, strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios
     return Comparison(
@@ -305,7 +305,7 @@ def compare(seconds: Sequence[float], base: Sequence[float]) -> Comparison:
 
 
 def allocated_peak(step: Callable[[], object], on_cpu: bool) -> float:
-    """MiB that torch's allocator handed out above what was there, at most; the same from step to step."""
+    """Return torch's peak allocation in MiB above the current amount; equal from step to step."""
     gc.collect()
     return round((_profiled_peak if on_cpu else _cuda_peak)(step) / MIB, 1)
 
@@ -322,7 +322,7 @@ def _cuda_peak(step: Callable[[], object]) -> int:
 
 
 def _profiled_peak(step: Callable[[], object]) -> int:
-    """The CPU's allocator keeps no peak; the profiler notes every allocation and release."""
+    """Return the peak on a CPU, whose allocator does not record it, from the profiler's allocations and releases."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -340,7 +340,7 @@ def in_own_process(work: Callable[..., Any], *given: object) -> Any:
 
 
 def resident(field: str) -> int:
-    """Bytes of this process, now (VmRSS) or at most (VmHWM)."""
+    """Return this process's resident bytes, current (VmRSS) or peak (VmHWM)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024

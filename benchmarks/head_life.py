@@ -1,24 +1,25 @@
 """Does `attach --donor` export MTP layers that draft worse than their donor's? 24 trials, and a public failure.
 
     python benchmarks/head_life.py                    three trunks x four corpora x two donors, failure and probe
-    python benchmarks/head_life.py --steps 400        longer trainings of the layers
+    python benchmarks/head_life.py --steps 400        train the layers longer
     python benchmarks/head_life.py --quick            does it run? (the figures mean nothing)
-    python benchmarks/head_life.py --trunk NAME=DIR   a Hugging Face model in place of the three; without the probe
+    python benchmarks/head_life.py --trunk NAME=DIR   a Hugging Face model instead of the three; no probe
 
-With --folder DIR texts, trunks and finished trials are kept there, and the same command goes on where it was cut.
+With --folder DIR, texts, trunks and finished trials are kept there, and the same command resumes an interrupted run.
 
 trunks    Trained here, with one MTP layer, on Python: a dense one, a deeper one with tied embeddings, and one with
           experts. A Hugging Face model keeps its tokenizer, and `attach` gives it an MTP layer first, in bfloat16 and
           twice the steps of a trial.
-corpora   Python as in the trunk's training; the same letters in another order, as a language with other words; chats
-          with answers of prose; and code of other authors.
-donors    good: the layers that were trained with the trunk, or on it. stale: as they were at half of that training.
-failure   A published card fell from 58.6 to 49.8 % accepted by tuning the layers. Here: ce at too high a rate.
-probe     One training that is long enough for `attach` to choose learning rate and loss itself, and what that costs.
+corpora   Python as in the trunk's training; the same characters permuted, as a language with other words; chats with
+          answers in prose; and code of other authors.
+donors    good: the layers trained with the trunk, or on it. stale: the same layers halfway through that training.
+failure   In a published model card, tuning the layers lowered acceptance from 58.6 to 49.8 %. Here: ce at too high a
+          learning rate.
+probe     One training long enough for `attach` to choose learning rate and loss itself, and the cost of the choice.
 
-What is exported is judged on text that neither the training nor its evaluations have seen: expected accepted length of
-the graft and of the export, each with the error of a bootstrap over documents. The goal is that none is below its graft
-beyond twice the error of the difference.
+Exports are evaluated on text that neither the training nor its evaluations have seen: expected accepted length of the
+graft and of the export, each with a bootstrap error over documents. The goal is that no export is below its graft by
+more than twice the error of the difference.
 """
 
 import json
@@ -33,7 +34,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # needed when started by path
 
 from benchmarks.harness import Found, Goal, Table, count, main
 from benchmarks.verbs import VerbError, run
@@ -58,22 +59,22 @@ TRUNKS = {
     ),
 }
 SIZES = "--sequence 64 --batch 8 --float32 --split 75,25,0".split()
-"""Of every training by `attach`, unless later flags say otherwise."""
+"""Flags of every training by `attach`, unless later flags override them."""
 CORPORA, DONORS = ("same", "language", "chat", "code"), ("good", "stale")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
 HELD_BACK = 0.2
-"""Of each corpus' documents, for the judgment."""
+"""Fraction of each corpus' documents held back for evaluation."""
 FAILURE = ("--loss", "ce", "--learning-rate", "3e-1")
 PROBED = 4880
-"""The least steps with which `attach` probes by default."""
+"""Minimum number of steps for which `attach` probes by default."""
 DEVIATIONS = 2
 SHARE = 0.15
-"""Of the steps of a training, what its probe and guard may cost."""
+"""Largest cost of probe and guard, as a fraction of a training's steps."""
 
 
 class Trunk(NamedTuple):
-    """One of `TRUNKS`, or a Hugging Face model."""
+    """A trunk of `TRUNKS`, or a Hugging Face model."""
 
     name: str
     model: Path | None
@@ -93,7 +94,7 @@ class Trunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """A graft and its training; `flags` are further ones of `attach`."""
+    """A graft and its training; `flags` are additional flags of `attach`."""
 
     trunk: str
     corpus: str
@@ -109,7 +110,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Texts:
-    """A corpus to attach with, as text, and the prefixes of the tokens to train a trunk with and to judge by."""
+    """A corpus to attach with, as text, and prefixes of tokens to train a trunk on and to evaluate on."""
 
     attached: Path
     trained: Path
@@ -117,7 +118,7 @@ class Texts:
 
 
 def head_life(wanted: Namespace) -> Found:
-    """All trials."""
+    """Run all trials."""
     quick = wanted.place == "quick"
     steps = wanted.steps or (4 if quick else 150)
     model = wanted.trunk and wanted.trunk.model
@@ -168,7 +169,7 @@ def head_life(wanted: Namespace) -> Found:
 
 
 def by_corpus(trials: list[dict[str, Any]]) -> Table:
-    """A row for each trunk and donor: from the graft's length to that of the attached layers."""
+    """Return a row for each trunk and donor: accepted length of the graft and of the attached layers."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for trial in trials:
         lengths = f"{trial['before']:.2f} to {trial['after']:.2f}{'' if trial['exported'] else ', refused'}"
@@ -178,9 +179,9 @@ def by_corpus(trials: list[dict[str, Any]]) -> Table:
 
 
 def make_texts(folder: Path, documents: int, model: Path | None) -> dict[str, Texts]:
-    """Texts of every kind, some of whose documents are for the judgment alone; and the tokenizer of all.
+    """Write texts of every kind, holding back some documents for evaluation; and their tokenizer.
 
-    The tokenizer is the model's, or else trained on some of the texts.
+    The tokenizer is the model's, or trained on some of the texts.
     """
     if not folder.exists():
         with written_beside(folder) as beside:
@@ -191,7 +192,7 @@ def make_texts(folder: Path, documents: int, model: Path | None) -> dict[str, Te
 
 
 def write_texts(folder: Path, documents: int, model: Path | None) -> None:
-    """Write them into a new folder."""
+    """Write them to a new folder."""
     import torch
 
     from megatron_mtp.data.tokenizer import read_tokenizer, train_bpe
@@ -229,12 +230,12 @@ def write_texts(folder: Path, documents: int, model: Path | None) -> None:
 
 
 def pieces(text: str, size: int = 1200) -> list[str]:
-    """Documents of about one size, so that a corpus has many."""
+    """Split into documents of about equal size, so that a corpus has many."""
     return [text[start : start + size] for start in range(0, len(text) - size // 2, size)]
 
 
 def chat_of(text: str) -> list[dict[str, str]]:
-    """A question about a text's first line, and the text."""
+    """Return a question about a text's first line, and the text as the answer."""
     asked, _, answer = text.partition("\n")
     return [{"role": "user", "content": asked or "?"}, {"role": "assistant", "content": answer or text}]
 
@@ -245,7 +246,7 @@ def train_trunk(place: Path, trunk: str, steps: int, text: Texts) -> None:
     mark = folder / "finished"
     if mark.exists():
         return
-    remove(folder)  # of a run that was cut
+    remove(folder)  # left by an interrupted run
     flags = [*SHARED, *TRUNKS[trunk].split(), "--data-path", text.trained, "--split", "1"]
     flags += ["--tokenizer-model", tokenizer, "--save", folder / "checkpoint"]
     flags += ["--train-iters", steps, "--save-interval", steps // 2, "--eval-interval", steps]
@@ -256,13 +257,13 @@ def train_trunk(place: Path, trunk: str, steps: int, text: Texts) -> None:
 
 
 def attach_layer(folder: Path, model: Path, steps: int, text: Texts, more: tuple[str, ...]) -> None:
-    """A new MTP layer on a Hugging Face model at half of its training and at its end, and a link to the model."""
+    """Train a new MTP layer on a Hugging Face model, saved halfway and at the end, and link to the model."""
     mark = folder / "finished"
     if mark.exists():
         return
     given = [model, text.attached, folder, *SIZES, *precision(folder.name), *more]
     given += ["--steps", steps, "--save-every", steps // 2]
-    for step in ("corpus", "trunk", "start", "train"):  # each goes on where it was cut
+    for step in ("corpus", "trunk", "start", "train"):  # each resumes if it was interrupted
         run("attach", *given, "--only", step)
     (folder / "hf").unlink(missing_ok=True)
     (folder / "hf").symlink_to(model)
@@ -270,7 +271,7 @@ def attach_layer(folder: Path, model: Path, steps: int, text: Texts, more: tuple
 
 
 def finished(place: Path, trial: Trial, texts: dict[str, Texts]) -> dict[str, Any]:
-    """The record of a trial, which is run unless it has been."""
+    """Return the record of a trial; run it if there is none."""
     folder = place / "runs" / trial.name
 
     def run_anew() -> dict[str, Any]:
@@ -304,7 +305,7 @@ def run_trial(place: Path, folder: Path, trial: Trial, text: Texts) -> dict[str,
     given += [*trial.flags, *([] if probes else ["--evaluated-batches", max(trial.steps // 40, 1)])]
     for step in ("corpus", "start", "before"):
         run("attach", *given, "--only", step)
-    while probes and not (folder / "probe.json").exists():  # a candidate each, and last the table
+    while probes and not (folder / "probe.json").exists():  # one candidate each, then the table
         run("attach", *given, "--only", "probe")
     run("attach", *given, "--only", "train")
     try:
@@ -338,7 +339,7 @@ def precision(trunk: str) -> list[str]:
 
 
 def judged(place: Path, checkpoint: Path, text: Texts, more: Sequence[object]) -> dict[str, Any]:
-    """The record of an evaluation on text that was held back; further flags take precedence."""
+    """Return the record of an evaluation on held-back text; additional flags take precedence."""
     flags = ["--load", checkpoint, "--data-path", text.judged, "--tokenizer-model", place / "texts" / "tokenizer"]
     run("evaluate", *flags, "--seq-length", 64, "--micro-batch-size", 8, "--eval-iters", 8, *more)
     found: dict[str, Any] = json.loads((checkpoint / "mtp_acceptance.json").read_text())

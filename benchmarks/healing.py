@@ -16,7 +16,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # needed when started by path
 
 from benchmarks.harness import Found, Goal, Table, count, main
 from benchmarks.head_life import Texts, judged, kept, make_texts
@@ -83,11 +83,11 @@ def made_trunks(place: Path, texts: dict[str, Texts], steps: int) -> dict[str, f
 
 
 def curve(place: Path, text: Texts, start: str, loss: str, seed: int, steps: int) -> list[float]:
-    """The accepted lengths of a training at the steps `AT`; a finished one is read."""
+    """Return the accepted lengths during a training at the steps `AT`; read them if it is finished."""
 
     def train() -> list[float]:
         folder = place / "run"
-        remove(folder)  # of the training before
+        remove(folder)  # from the previous training
         flags = ["--use-checkpoint-args", "--load", place / "trunks" / ("graft" if start == "graft" else "tuned")]
         flags += ["--finetune", *SHARED[-3:], "--tokenizer-model", place / "texts" / "tokenizer", *SIZES]
         flags += ["--train-data-path", text.trained, "--valid-data-path", text.judged, "--seed", 1000 + seed]

@@ -1,18 +1,18 @@
 """The methods of arXiv:2407.09722 on one trunk: tokens per forward pass, perplexity and energy of sampled outputs.
 
     python benchmarks/joint.py                        the quickstart's trunk; a small model is trained first (a minute)
-    python benchmarks/joint.py --folder DIR           the small model is kept there
+    python benchmarks/joint.py --folder DIR           keep the small model there
     python benchmarks/joint.py --quick                does it run? (the figures mean nothing)
 
-    speculative   chains of the small model, the rule of rejection
-    BiLD          chains that end where the small model is unsure; rolled back where the trunk finds a token unlikely
+    speculative   chains of the small model, rejection sampling
+    BiLD          chains that end when the small model is unsure; rolled back when the trunk finds a token unlikely
     SpecTr        trees of samples, k-sequential selection
     SpecInfer     the same trees, multi-round rejection
-    MTAD          the likeliest of a beam; the longest prefix whose joint p/q is above a threshold
+    MTAD          the most likely chain of a beam; the longest prefix whose joint p/q exceeds a threshold
 
 Prompts are pieces of the corpus that the trunk was not trained on. Every method samples at temperature 1, in turns with
 plain decoding, as `generate --compare` does. Speculative, SpecTr and SpecInfer keep the trunk's distribution: their
-perplexity is that of plain sampling but for chance. BiLD and MTAD move it.
+perplexity equals that of plain sampling up to chance. BiLD and MTAD change it.
 """
 
 import sys
@@ -20,7 +20,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # needed when started by path
 
 from benchmarks.agreeing import agreeing_model
 from benchmarks.harness import Found, Goal, Table, main
@@ -65,8 +65,8 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 
 def joint(wanted: Namespace) -> Found:
-    """Every method, in turns with plain decoding."""
-    if not wanted.quick:  # in a fork, before this process is one of a group
+    """Run every method, in turns with plain decoding."""
+    if not wanted.quick:  # in a fork, before this process joins a group
         small_model(wanted.folder / "small", wanted.data)
     join_world()
     if wanted.quick:
@@ -85,7 +85,7 @@ def joint(wanted: Namespace) -> Found:
 
 
 def small_model(folder: Path, data: Path) -> None:
-    """Train the small model with the trunk's tokenizer, unless it is there."""
+    """Train the small model with the trunk's tokenizer, unless it exists."""
     if not folder.is_dir():
         run("train", *SMALL, "--data-path", data, "--tokenizer-model", f"{data}-tokenizer", "--save", folder)
 
@@ -93,7 +93,7 @@ def small_model(folder: Path, data: Path) -> None:
 def measured(work: Workload, given: dict[str, Any]) -> dict[str, Any]:
     """Return what `generate --compare --json` prints for a method."""
     config = config_from(given)
-    make_method(work.runner, config, work.sampling, work.drafter)  # refuses what does not fit
+    make_method(work.runner, config, work.sampling, work.drafter)  # rejects unsupported combinations
     cost, plain, same = work.compared(config, [])
     perplexities = work.perplexity(config), work.perplexity(None)
     joules = None if plain.joules is None else plain.joules / max(plain.stats.emitted, 1)
@@ -112,7 +112,7 @@ def goals(figures: dict[str, dict[str, Any]]) -> list[Goal]:
 
 
 def table(figures: dict[str, dict[str, Any]]) -> Table:
-    """A row a method, and plain decoding first."""
+    """Return a row per method, with plain decoding first."""
     header = ("method", "tokens a forward", "perplexity", "over plain, times", "J/token")
     names = ("accepted_length", "perplexity", "speed_up", "energy_joules_per_token")
     first = next(iter(figures.values()))

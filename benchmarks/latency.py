@@ -4,14 +4,14 @@
     python benchmarks/latency.py --server http://127.0.0.1:8000 --relaxed JSON  in turns with relaxed requests
     python benchmarks/latency.py --quick                                        does it run? (the figures mean nothing)
 
-A strict request has temperature 0. A relaxed one has the fields of --relaxed too, for example of `megatron-mtp serve`
+A strict request has temperature 0. A relaxed one also has the fields of --relaxed, for example for `megatron-mtp serve`
 
     {"speculative_config": {"method": "mtp_eagle", "num_speculative_tokens": 3, "verifier": "relaxed",
                             "think_start": 5, "think_end": 6}}
 
-Where acceptance is a flag of the server (TensorRT-LLM), run the benchmark against a server of each. Prompts are random
-tokens, the same in every run, so texts differ from those of users and so does what drafts gain. Every request has a
-connection of its own, and the model is warm: one request of each kind comes before those that count.
+If acceptance is a server flag (TensorRT-LLM), run the benchmark against one server of each kind. Prompts are random
+tokens, the same in every run, so outputs and the benefit of drafts differ from real traffic. Every request uses a new
+connection, and the model is warm: one request of each kind precedes those that are timed.
 """
 
 import json
@@ -29,7 +29,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # needed when started by path
 
 from benchmarks.agreeing import agreeing_model
 from benchmarks.harness import Found, Goal, Table, count, main
@@ -38,10 +38,10 @@ from megatron_mtp.megatron.runtime import prepare
 ON_CPU = prepare()
 
 VOCABULARY = 1000
-"""Prompts have ids below."""
+"""Prompts have ids below this."""
 SHOWN = ("to the first token, ms", "between tokens, ms", "whole request, s", "tokens a second")
 RELAXED = {"method": "mtp", "num_speculative_tokens": 1, "verifier": "relaxed", "think_start": 1, "think_end": 2}
-"""Of --quick."""
+"""The relaxed request of --quick."""
 
 FLAGS: dict[str, dict[str, Any]] = {
     "--server": {"metavar": "URL", "help": "of the API, without /v1"},
@@ -62,7 +62,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Answer:
-    """When a request's tokens came, in seconds after it was sent."""
+    """Arrival times of a request's tokens, in seconds after it was sent."""
 
     first: float
     last: float
@@ -70,7 +70,7 @@ class Answer:
 
     @property
     def between(self) -> float:
-        """Mean seconds from a token to the next."""
+        """Mean seconds between tokens."""
         return (self.last - self.first) / max(self.tokens - 1, 1)
 
     def figures(self) -> tuple[float, float, float, float]:
@@ -79,7 +79,7 @@ class Answer:
 
 
 def latency(wanted: Namespace) -> Found:
-    """Requests of both kinds, one after another and in turns."""
+    """Send requests of both kinds, one after another and in turns."""
     if wanted.quick:
         tiny = {"requests": 2, "prompt_tokens": 8, "new_tokens": 12}
         vars(wanted).update(tiny, relaxed={"speculative_config": RELAXED})
@@ -123,7 +123,7 @@ def measured(wanted: Namespace) -> Found:
 
 
 def ask(wanted: Namespace, fields: dict[str, Any]) -> Answer:
-    """Send a streamed completion, and note when its pieces come."""
+    """Send a streamed completion, and record when its pieces arrive."""
     body = json.dumps({**fields, "stream": True, "stream_options": {"include_usage": True}})
     began, times, tokens = time.perf_counter(), list[float](), 0
     with answer_of(wanted, "/v1/completions", body.encode()) as answer:
@@ -139,7 +139,7 @@ def ask(wanted: Namespace, fields: dict[str, Any]) -> Answer:
 
 
 def answer_of(wanted: Namespace, path: str, body: bytes | None = None) -> Any:
-    """The server's answer, on a connection of its own; an error ends the benchmark with the server's words."""
+    """Return the server's response on a new connection; an error ends the benchmark with the server's message."""
     key = {} if wanted.api_key is None else {"Authorization": f"Bearer {wanted.api_key}"}
     request = Request(wanted.server.rstrip("/") + path, body, {"Content-Type": "application/json", **key})
     try:
@@ -150,7 +150,7 @@ def answer_of(wanted: Namespace, path: str, body: bytes | None = None) -> Any:
 
 @contextmanager
 def own_server() -> Iterator[str]:
-    """Our server of a tiny random model, in a thread; its address."""
+    """Run our server with a tiny random model in a thread; yield its address."""
     from megatron_mtp.decoding.config import SpeculativeConfig
     from megatron_mtp.decoding.engine import Engine
     from megatron_mtp.decoding.runner import Runner

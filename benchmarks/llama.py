@@ -10,7 +10,7 @@ from transformers.modeling_layers import MtpModel
 
 
 def llama_of(model: GPTModel, dtype: torch.dtype) -> tuple[LlamaForCausalLM, MtpModel]:
-    """The trunk, and the depths as transformers' assisted generation takes them."""
+    """Return the trunk, and the MTP layers in the form that transformers' assisted generation takes."""
     ours, tied = model.config, model.share_embeddings_and_output_weights
     embedding = model.embedding.word_embeddings.weight
     config = LlamaConfig(
@@ -75,7 +75,7 @@ def _layer(layer: Any) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def greedy(trunk: LlamaForCausalLM, depths: MtpModel | None, prompt: list[int], new_tokens: int) -> list[int]:
-    """transformers' own generation, with its MTP where `depths` are given (loading them is not counted)."""
+    """Run transformers' own generation, with its MTP if `depths` are given (loading them is not timed)."""
     original = MtpModel.from_pretrained
     MtpModel.from_pretrained = classmethod(lambda cls, *_, **__: depths)
     try:

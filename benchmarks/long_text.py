@@ -1,11 +1,11 @@
 """Plain decoding with a Mamba-2 trunk: time of the 2,000th token against the 200th.
 
-    python benchmarks/long_text.py            by compiled code and by Megatron's modules
+    python benchmarks/long_text.py            with compiled code and with Megatron's modules
     python benchmarks/long_text.py --quick    does it run? (the figures mean nothing)
 
-What is remembered of a text does not grow, so neither should the time. States take in rows once in 96 tokens, and the
-windows whose medians are compared are a multiple of that. The same weights by Megatron's modules take turns with ours
-text by text, and must give the same tokens.
+The recurrent state does not grow, so neither should the time per token. States absorb rows once every 96 tokens, and
+the windows whose medians are compared are a multiple of that. Megatron's modules with the same weights take turns with
+ours, sequence by sequence, and must give the same tokens.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from argparse import Namespace
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # needed when started by path
 
 from megatron.training import get_args
 from megatron.training.argument_utils import hybrid_config_from_args
@@ -33,15 +33,15 @@ from megatron_mtp.model.build import build
 
 MODULES = "Megatron's modules"
 GOAL = 1.1
-"""A late token takes at most so many early ones."""
+"""A late token takes at most this multiple of an early one's time."""
 TRUNK = "M-M-M-M-"
 EARLY, LATE = 200, 2000
 WINDOW = 2 * (KEPT - MAX_ROWS_BACK)
-"""Tokens around each whose times are compared."""
+"""Number of tokens around each whose times are compared."""
 
 
 def long_text(wanted: Namespace) -> Found:
-    """Seconds of a token early and late in a text, of several texts."""
+    """Compare seconds per token early and late in a sequence, over several sequences."""
     runners = runners_of(wanted.place)
     early, late = (WINDOW // 2, 3 * WINDOW // 2) if wanted.quick else (EARLY, LATE)
     rows = list[tuple[str, int, float, float]]()
@@ -62,7 +62,7 @@ def long_text(wanted: Namespace) -> Found:
 
 
 def runners_of(place: str) -> dict[str, Runner]:
-    """A trunk of Mamba-2 and MLP without depths: as drafting runs it, and by Megatron's modules."""
+    """Return a trunk of Mamba-2 and MLP without MTP layers: as drafting runs it, and with Megatron's modules."""
     set_up_megatron(HYBRID[place], 1, "--hybrid-layer-pattern", f"{TRUNK}/*-", *MAMBA.split())
     args = get_args()
     args.mtp_num_layers, args.hybrid_layer_pattern = None, TRUNK
@@ -77,7 +77,7 @@ def runners_of(place: str) -> dict[str, Runner]:
 
 
 def seconds_of_tokens(runner: Runner, count: int) -> tuple[list[list[int]], list[float]]:
-    """A text, and the seconds of each of its tokens after the first."""
+    """Return an output, and the seconds of each of its tokens after the first."""
     times: list[float] = []
     made = generate(runner, [list(range(5, 37))], count, emit=lambda _: times.append(time.perf_counter()))
     return made.token_ids, [after - before for before, after in itertools.pairwise(times)]

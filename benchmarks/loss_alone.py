@@ -1,7 +1,7 @@
 """Output layer and loss alone, in chunks and as in Megatron without fusion: peak memory of forward and backward.
 
-Both sides train the weight of one of Megatron's output layers, in Megatron's DDP, from the same hidden states [N, H] a
-depth. A peak is what the passes allocate above the weight, its `main_grad` and the states.
+Both sides train the weight of one of Megatron's output layers, in Megatron's DDP, from the same hidden states [N, H]
+per depth. A peak is what the passes allocate in addition to the weight, its `main_grad` and the states.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def peaks(tokens: int, entries: int, hidden: int, dtype: str, depths: int = 1) -> tuple[float, float]:
-    """MiB of ours and of Megatron's; process groups have to be there."""
+    """Return peak MiB of ours and of Megatron's; needs process groups."""
     head = _head(hidden, entries, DTYPES[dtype])
     weight_VH = head.weight
     states = [torch.randn(tokens, 1, hidden, dtype=weight_VH.dtype, device=weight_VH.device) for _ in range(depths)]

@@ -5,12 +5,12 @@
     python benchmarks/mtp_memory.py --tokens 128 1024          two numbers of tokens
     python benchmarks/mtp_memory.py --quick                    does it run? (the figures mean nothing)
 
-Logits [N, V] are larger than the head's weight [V, H] where the tokens N are more than H, and smaller where they are
-fewer: so tokens are given as multiples of H where --tokens does not say how many.
+Logits [N, V] are larger than the head's weight [V, H] if there are more than H tokens N, and smaller otherwise. So
+without --tokens the numbers of tokens are multiples of H.
 
-The marginal memory of a depth is the peak of a training step with one depth less that of one without, both allocated by
-torch. Models, batches and steps are those of sides.py, and the first step has to agree, as for train_step.py. In a
-step, activations and the embedding's gradient hide some of what the loss needs: loss_alone.py measures it alone.
+The marginal memory of an MTP layer is the peak of torch's allocations in a training step with one, minus that in a step
+without. Models, batches and steps are those of sides.py, and the first steps must agree, as for train_step.py. In a
+step, activations and the embedding's gradient hide part of the loss's memory: loss_alone.py measures it separately.
 """
 
 import gc
@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # needed when started by path
 
 import torch
 from megatron.training import get_args
@@ -31,11 +31,12 @@ from benchmarks.harness import Found, Goal, Table, Timed, allocated_peak, count,
 from benchmarks.sides import ON_CPU, OURS, THEIRS, Sizes, both, megatron_gpt, our_gpt, set_up_megatron
 
 MARGINAL, MARGINAL_OF_MANY, STEP = 1.0, 0.25, 1.0
-"""A depth of ours needs at most so much of the memory of one of Megatron's, with `MANY` H tokens and more at most so
-much, and a step at most so much of its time. The same holds for the loss alone."""
+"""Goals relative to Megatron: marginal memory of an MTP layer, the same with `MANY` H tokens or more, and step time.
+They also apply to the loss alone.
+"""
 MANY = 4
 TOKENS = (0.5, 1, 2, 4, 16)
-"""Tokens of a step over H."""
+"""Tokens of a step divided by H."""
 
 DEFAULTS = {
     "cpu": Sizes(256, 2, 4, 1024, 4, 0, "fp32"),
@@ -54,7 +55,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 
 def mtp_memory(wanted: Namespace) -> Found:
-    """Every vocabulary with every number of tokens."""
+    """Measure every vocabulary with every number of tokens."""
     sizes, vocabularies = DEFAULTS[wanted.place], wanted.vocab_sizes or VOCABULARIES[wanted.place]
     counts, sequences = wanted.tokens or [int(ratio * sizes.hidden_size) for ratio in TOKENS], sizes.micro_batch_size
     if any(vocabulary % 128 for vocabulary in vocabularies):
@@ -76,7 +77,7 @@ def mtp_memory(wanted: Namespace) -> Found:
         wall, cpu = timed.compare(OURS, THEIRS), timed.compare(OURS, THEIRS, "cpu")
         times.append((what, *timed.medians().values(), wall.ratio, wall.paired_ratio, cpu.paired_ratio))
         goals.append(Goal(f"step with a depth, {what}", wall.ratio, STEP))
-        print(f"> {memory[-1]} {times[-1]}", flush=True)  # a run that is cut short has said this much
+        print(f"> {memory[-1]} {times[-1]}", flush=True)  # keeps the results of an interrupted run
     of_kinds = [word for kind in pairs for word in (f"MiB of {kind}", "Megatron's", "ratio")]
     headed = ("tokens x entries", "s a step", "Megatron's", "ratio", "by round", "CPU time")
     return Found(
@@ -90,7 +91,7 @@ def mtp_memory(wanted: Namespace) -> Found:
 
 
 def marginal(vocabulary: int, tokens: int, repeats: int) -> tuple[tuple[float, float], Timed]:
-    """MiB that a depth adds to a step of ours and of Megatron's, and what steps with a depth took."""
+    """Return MiB that an MTP layer adds to a step of ours and of Megatron's, and times of steps with it."""
     args = get_args()
     args.seq_length = tokens // args.micro_batch_size
     args.padded_vocab_size, args.vocab_size = vocabulary, vocabulary - 1
@@ -101,7 +102,7 @@ def marginal(vocabulary: int, tokens: int, repeats: int) -> tuple[tuple[float, f
 
 def peaks_and_times(depths: int | None, repeats: int) -> tuple[dict[str, float], Timed]:
     """Return MiB of a step by side, and the times of this many rounds of steps."""
-    gc.collect()  # models of before, whose modules refer to each other
+    gc.collect()  # earlier models have reference cycles
     sides, _ = both(our_gpt, megatron_gpt, depths)
     steps = {name: side.step for name, side in sides.items()}
     peaks = {name: allocated_peak(step, ON_CPU) for name, step in steps.items()}

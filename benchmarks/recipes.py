@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # needed when started by path
 
 from benchmarks.harness import Found, Goal, Table, count, main
 from benchmarks.head_life import Trunk, make_texts
@@ -67,7 +67,7 @@ PUBLISHED = (
     ("dspark", "domino", "NVIDIA/Model-Optimizer#1971"),
     ("dspark", "dflash2", "vllm-project/speculators#1014"),
 )
-"""The worse, the better, and who says so."""
+"""The worse recipe, the better one, and the source of the claim."""
 
 SHARED = (
     "--num-attention-heads 4 --max-position-embeddings 1024 --position-embedding-type rope "
@@ -98,16 +98,18 @@ CONDITIONS = (
 """Trunk, domain and context: one of the three differs from the first row's."""
 
 NOT_TRAINED = ("glm-5.2", "hybrid")
-"""Its passes attend to the keys of the first one, and a hybrid trunk's MTP layers may keep none."""
+"""Combination that cannot be trained: the passes attend to the first one's keys, which a hybrid trunk's MTP layers may
+not have.
+"""
 
 STEP_TOKENS = 512
 TOKENS_PER_BLOCK = 4
-"""A block drafter trains a block for each four tokens, so that it trains on as many drafts as there are tokens."""
+"""Tokens per block of a block drafter, so that it trains on as many drafts as there are tokens."""
 
 JUDGED_TOKENS = 8192
 DEVIATIONS = 2
 COUNTS = ("accepted_at", "reached_at", "offered_at")
-"""Of `AcceptanceStats`: what a record keeps of a document."""
+"""Fields of `AcceptanceStats` that a record stores per document."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The key of its record."""
+        """Key of its record."""
         return f"{self.recipe}/{self.trunk}/{self.domain}/{self.context}/{self.seed}"
 
     @property
@@ -136,7 +138,7 @@ class Bench:
 
     Args:
         place: the folder.
-        model: a Hugging Face model in the place of the trunks.
+        model: a Hugging Face model instead of the trunks.
         steps: training steps of a head, of `STEP_TOKENS` each.
         documents: number of documents in each text.
     """
@@ -148,11 +150,11 @@ class Bench:
         self.cells: dict[str, Any] = json.loads(self._file.read_text()) if self._file.exists() else {}
 
     def train_trunk(self, trunk: str, steps: int) -> None:
-        """Make the trunk, unless it has been."""
+        """Train the trunk, unless it exists."""
         folder = self.place / "trunks" / trunk
         if (folder / "finished").exists():
             return
-        remove(folder)  # of a run that was cut
+        remove(folder)  # left by an interrupted run
         if self.model is not None:
             run("convert", "hf-to-mcore", self.model, folder)
         else:
@@ -163,7 +165,7 @@ class Bench:
         (folder / "finished").touch()
 
     def record(self, cell: Cell) -> dict[str, Any]:
-        """Return a cell's record; train it if there is none. A cell that failed is tried again, and says why."""
+        """Return a cell's record; train it if there is none. A failed cell is retried; its record has the reason."""
         if "failed" in self.cells.get(cell.name, {"failed": "never tried"}):
             try:
                 self.cells[cell.name] = self._trained(cell)
@@ -176,7 +178,7 @@ class Bench:
 
     def _trained(self, cell: Cell) -> dict[str, Any]:
         folder, text = self.place / "run", self.texts[cell.domain]
-        remove(folder)  # of the cell before
+        remove(folder)  # from the previous cell
         states = self.place / "states" / f"{cell.trunk}-{cell.domain}-{cell.context}"
         batch = max(STEP_TOKENS // cell.context, 1)
         steps = max(self.steps * STEP_TOKENS // (batch * cell.context), 1)
@@ -194,7 +196,7 @@ class Bench:
         return {EXPECTED_LENGTH: row[EXPECTED_LENGTH], "tau_real": row["tau_real"], "documents": counts}
 
     def _prompts(self, cell: Cell) -> Path:
-        """Beginnings of text that the training has not seen."""
+        """Write prefixes of text that the training has not seen."""
         file = self.place / f"{cell.domain}-prompts.jsonl"
         if not file.exists():
             lines = (self.place / "texts" / f"{cell.domain}-judged.jsonl").read_text().splitlines()
@@ -206,12 +208,12 @@ class Bench:
 
 
 def saved_at(steps: int, folder: Path) -> list[object]:
-    """The flags of a training that saves its last step alone."""
+    """Return flags of a training that only saves its last step."""
     return ["--train-iters", steps, "--eval-interval", steps, "--save-interval", steps, "--save", folder]
 
 
 def recipe_flags(recipe: str, trunk: str, context: int) -> list[str]:
-    """The flags of a recipe on one trunk, for sequences of `context` tokens."""
+    """Return the flags of a recipe on one trunk, for sequences of `context` tokens."""
     flags = RECIPES[recipe].split()
     if BLOCKS in RECIPES[recipe]:
         flags += ["--drafter-blocks", str(context // TOKENS_PER_BLOCK)]
@@ -226,7 +228,7 @@ Documents = dict[tuple[str, ...], AcceptanceStats]
 
 
 def recipes(wanted: Namespace) -> Found:
-    """Train all cells, and compare them."""
+    """Train all cells and compare them."""
     quick = wanted.place == "quick"
     model = wanted.trunk.model if wanted.trunk else None
     steps = wanted.steps or (4 if quick else 200)
@@ -263,7 +265,7 @@ def recipes(wanted: Namespace) -> Found:
 
 
 def documents_of(records: Records) -> Documents:
-    """The documents of some cells."""
+    """Return the documents of these cells."""
     found: Documents = {}
     for cell, record in records.items():
         for number, counts in record["documents"].items():
@@ -273,29 +275,29 @@ def documents_of(records: Records) -> Documents:
 
 
 def length_of(records: Records) -> float:
-    """The expected accepted length of some cells: the mean over their conditions and seeds."""
+    """Return the expected accepted length of these cells: the mean over conditions and seeds."""
     of_cells = [documents_of({cell: found}).values() for cell, found in records.items()]
     return statistics.fmean(sum(of, AcceptanceStats()).expected_length for of in of_cells)
 
 
 def error_of_mean(values: list[float]) -> float:
-    """The standard error of a mean, and 0 for a single value."""
+    """Return the standard error of a mean, 0 for a single value."""
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
 def of_recipe(recipe: str, records: Records) -> Records:
-    """The cells of a recipe."""
+    """Return the cells of a recipe."""
     return {cell: found for cell, found in records.items() if cell.recipe == recipe}
 
 
 def lengths_by_seed(records: Records) -> list[float]:
-    """`length_of` the cells of each seed."""
+    """Return `length_of` the cells of each seed."""
     seeds = dict.fromkeys(cell.seed for cell in records)
     return [length_of({cell: found for cell, found in records.items() if cell.seed == seed}) for seed in seeds]
 
 
 def order_of(worse: str, better: str, source: str, records: Records) -> dict[str, Any]:
-    """A published order and what the cells say of it: the gain, its error, and whether the order holds.
+    """Compare a published order with the cells: the gain, its error, and whether the order holds.
 
     The error is twice the standard error, over documents (bootstrap) and over seeds together.
     """
@@ -317,7 +319,7 @@ def order_of(worse: str, better: str, source: str, records: Records) -> dict[str
 
 
 def ranks_table(records: Records, conditions: tuple[tuple[Any, ...], ...]) -> Table:
-    """A row for each recipe, the best first by the mean over those conditions that all recipes have."""
+    """Return a row per recipe, best first by the mean over those conditions that all recipes have."""
     found = {
         (recipe, one): {cell: each for cell, each in of_recipe(recipe, records).items() if cell.condition == one}
         for recipe in RECIPES
@@ -338,7 +340,7 @@ def ranks_table(records: Records, conditions: tuple[tuple[Any, ...], ...]) -> Ta
 
 
 def orders_table(orders: list[dict[str, Any]]) -> Table:
-    """A row for each published order."""
+    """Return a row for each published order."""
     rows = [[order[name] for name in ("worse", "better", "gain", "error", "holds", "source")] for order in orders]
     return Table("published orders", ("worse", "better", "gain", "error", "here", "published by"), rows)
 

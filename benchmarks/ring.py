@@ -1,16 +1,15 @@
-"""What a drafter's attention needs on a context-parallel rank: keys gathered, or sent around (model/ring.py).
+"""Memory of a drafter's attention on a context-parallel rank: gathered keys against ring attention (model/ring.py).
 
     python benchmarks/ring.py                     counted from 8k to 256k positions, measured up to 32k
     python benchmarks/ring.py --ranks 4           another number of ranks; default 8
     python benchmarks/ring.py --quick             does it run? (the figures mean nothing)
 
-One process plays the first rank of torch's fake process group, whose collectives and messages move nothing. `eagle` is
-the third pass of a drafter that runs a layer in passes, in the rank's part of the positions; `blocks` are blocks of 8
-rows behind every 64th of them. Both have 8 query heads and 2 key heads of 64 channels, in float32.
+One process acts as the first rank of torch's fake process group, whose collectives and messages move no data. `eagle`
+is the third pass of a multi-pass drafter over the rank's positions; `blocks` are blocks of 8 rows after every 64th of
+them. Both have 8 query heads and 2 key heads of 64 channels, in float32.
 
-Counted is the largest sum of the tensors that are alive at once in a forward and a backward pass, on torch's device
-without memory (`meta`), with the CPU's fused attention in the gathering way. Measured is what torch's CPU allocator
-handed out at most. Time is of the CPU.
+"Counted" is the largest total size of live tensors in a forward and a backward pass, on torch's `meta` device, with the
+CPU's fused attention for gathered keys. "Measured" is the peak of torch's CPU allocator. Times are CPU times.
 """
 
 import sys
@@ -22,7 +21,7 @@ from time import process_time
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # needed when started by path
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -46,14 +45,14 @@ LENGTHS = {"cpu": [8 * K, 16 * K, 32 * K, 64 * K, 128 * K, 256 * K], "quick": [5
 MEASURED = {"cpu": 32 * K, "quick": 512}
 """The longest sequence whose steps run."""
 GROWTH = 1.1
-"""With twice the positions a rank may need at most so much more of what it needs for each of its own."""
+"""With twice the positions, memory per position may grow by at most this factor."""
 FLAGS: dict[str, dict[str, Any]] = {"--ranks": {"type": count, "default": 8, "metavar": "R", "help": "default: 8"}}
 GATHER, RING = "gather", "ring"
 Step = Callable[[], None]
 
 
 def memory(wanted: Namespace) -> Found:
-    """Every length, both ways."""
+    """Measure every length, both ways."""
     torch.distributed.init_process_group("fake", rank=0, world_size=wanted.ranks, store=FakeStore())
     place = "quick" if wanted.quick else "cpu"
     counted, measured, of_ring = list[tuple[Any, ...]](), list[tuple[Any, ...]](), dict[str, list[float]]()
@@ -84,7 +83,7 @@ def memory(wanted: Namespace) -> Found:
 
 
 def eagle(length: int, way: str, device: str) -> Step:
-    """The last pass of a drafter in passes, and its backward pass."""
+    """Return the last pass of a multi-pass drafter, with its backward pass."""
     core, group = core_of(PortableAttention)
     own = length // group.size()
     query, *pairs = rows(own, device, HEADS, *[KEY_HEADS] * 2 * PASSES)
@@ -99,7 +98,7 @@ def eagle(length: int, way: str, device: str) -> Step:
 
 
 def blocks(length: int, way: str, device: str) -> Step:
-    """Blocks at some of the rank's positions, and their backward pass."""
+    """Return blocks at some of the rank's positions, with their backward pass."""
     core, group = core_of(BlockAttention)
     bounds = torch.tensor([0, length])
     ranks_RW = positions_of_ranks(bounds, group.size())
@@ -119,7 +118,7 @@ def blocks(length: int, way: str, device: str) -> Step:
 
 
 def core_of(kind: type[PortableAttention]) -> tuple[Any, Any]:
-    """Attention of a drafter, and the ranks that share its sequences."""
+    """Return a drafter's attention, and the ranks that share its sequences."""
     config = TransformerConfig(
         num_layers=1, hidden_size=HEADS * CHANNELS, num_attention_heads=HEADS, num_query_groups=KEY_HEADS
     )
@@ -129,12 +128,12 @@ def core_of(kind: type[PortableAttention]) -> tuple[Any, Any]:
 
 
 def rows(count: int, device: str, *heads: int) -> list[Tensor]:
-    """Queries, keys and values of so many positions."""
+    """Return queries, keys and values of so many positions."""
     return [torch.randn(count, 1, each, CHANNELS, device=device, requires_grad=True) for each in heads]
 
 
 def seconds(step: Step) -> float:
-    """Of the CPU."""
+    """Return CPU seconds."""
     before = process_time()
     step()
     return process_time() - before
@@ -144,7 +143,7 @@ def seconds(step: Step) -> float:
 
 
 class Live(TorchDispatchMode):
-    """Sums up the bytes of the tensors that operations make, while they are alive.
+    """Sum the bytes of live tensors that operations create.
 
     Attributes:
         peak: the largest sum.
@@ -175,7 +174,7 @@ class Live(TorchDispatchMode):
 
 
 def live_peak(step_of: Callable[[int, str, str], Step], length: int, way: str) -> float:
-    """MiB above queries, keys and values."""
+    """Return peak MiB in addition to queries, keys and values."""
     step, ranks = step_of(length, way, "meta"), torch.distributed.get_world_size()
 
     def gathered(values: Tensor, **_: Any) -> Tensor:
@@ -197,7 +196,7 @@ def live_peak(step_of: Callable[[int, str, str], Step], length: int, way: str) -
 
 
 def fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **others: Any) -> Tensor:
-    """The CPU's fused attention, which adds a mask to the scores."""
+    """Run the CPU's fused attention, which adds a mask to the scores."""
     bias = None if attn_mask is None else torch.zeros_like(attn_mask, dtype=query.dtype)
     call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     made: Tensor = call(query, key, value, 0.0, False, attn_mask=bias, scale=others["scale"])[0]

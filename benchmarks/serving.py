@@ -1,17 +1,17 @@
 """Several requests at once with trained MTP layers: plain decoding, fixed K, automatic K, and transformers one by one.
 
-    python benchmarks/serving.py                                    the quickstart's checkpoint; 1, 4, 16 and 64 texts
+    python benchmarks/serving.py                                    the quickstart's checkpoint; 1 to 64 requests
     python benchmarks/serving.py --checkpoint runs/attached/checkpoint --data-path runs/attached/data/corpus --texts 1 4
     python benchmarks/serving.py --quick                            does it run? (the figures mean nothing)
 
-Prompts are 48 tokens from anywhere in documents that the training held out (--split 98,2,0). Eight run at least, one
-after another where fewer run at once. New tokens are 8 to 128, as often 8 to 16 as 64 to 128, since most of the texts
-that servers write are short and a few long.
+Prompts are 48 tokens from anywhere in documents that training held out (--split 98,2,0). At least eight requests run,
+one after another if fewer run concurrently. Outputs have 8 to 128 tokens, as often 8 to 16 as 64 to 128, since most
+outputs of servers are short and a few are long.
 
-All sides emit the same number of tokens for each request, greedily: the engine as its texts come and go, transformers
-text by text. The engine's must be the same tokens with drafts and without, or the benchmark ends with an error. The
-sides take turns, run by run. Figures are medians: of the processor's time with one thread, which other load disturbs
-less; else of the clock. Four runs of each side come before those that count: what each K costs, a server measures once.
+All sides generate the same number of tokens for each request, greedily: the engine with continuous batching,
+transformers one by one. The engine's tokens must be the same with and without drafts, or the benchmark fails. The sides
+take turns, run by run. Results are medians: of CPU time with one thread, which other load disturbs less; otherwise of
+wall time. Four untimed runs of each side come first: a server measures the cost of each K only once.
 
 Without a checkpoint the model is a random one of the quickstart's shape, and the prompts are random tokens.
 """
@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # needed when started by path
 
 import torch
 
@@ -44,10 +44,10 @@ from megatron_mtp.model.build import join_world
 
 OVER_TRANSFORMERS, OVER_BEST = 3.0, 0.97
 FEWEST, PROMPT = 8, 48
-"""Requests of a run, at least, and tokens of a prompt."""
+"""Minimum number of requests of a run, and tokens of a prompt."""
 
 FIXED = (1, 2, 3)
-"""K of the sides that keep it."""
+"""K of the sides with a fixed K."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FLAGS: dict[str, dict[str, Any]] = {
@@ -60,7 +60,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 
 def serving(wanted: Namespace) -> Found:
-    """Tokens a second of every side."""
+    """Measure tokens per second of every side."""
     join_world()
     runner, prompt = model_of(wanted)
     results: dict[str, Any] = {"checkpoint": str(wanted.checkpoint), "dtype": wanted.dtype}
@@ -85,7 +85,7 @@ def serving(wanted: Namespace) -> Found:
 
 
 def model_of(wanted: Namespace) -> tuple[Runner, Callable[[int], list[int]]]:
-    """The model, and prompts by number."""
+    """Return the model, and prompts by number."""
     if wanted.quick or not wanted.checkpoint.is_dir():
         runner, chance = runner_of("small", DTYPES[wanted.dtype], wanted), random.Random(1)
         return runner, lambda _: [chance.randrange(runner.vocab_size) for _ in range(PROMPT)]
@@ -96,7 +96,7 @@ def model_of(wanted: Namespace) -> tuple[Runner, Callable[[int], list[int]]]:
 
 
 def requests_of(runner: Runner, number: int, prompt: Callable[[int], list[int]]) -> list[Request]:
-    """Prompts and budgets, the same in every run."""
+    """Return prompts and budgets, equal in every run."""
     chance = random.Random(2)
     budgets = [round(8 * 16 ** chance.random()) for _ in range(number)]
     return [Request(prompt(place), min(new, runner.positions - PROMPT)) for place, new in enumerate(budgets)]
@@ -129,9 +129,9 @@ def sides_of(
     emitted: dict[str, list[list[int]]],
     stats: dict[str, AcceptanceStats],
 ) -> dict[str, Callable[[], object]]:
-    """A run of every side of ours, by its name; what it emits and accepts is kept."""
+    """Return a run of each of our sides by name; outputs and acceptance are stored."""
     blocks = texts * (-(-256 // BLOCK) + 1)
-    settings = EngineSettings(running=texts, blocks=blocks, reuse=False)  # since every run has the same prompts
+    settings = EngineSettings(running=texts, blocks=blocks, reuse=False)  # every run has the same prompts
     configs = {f"K = {number}": SpeculativeConfig("mtp_eagle", number) for number in FIXED}
     configs["auto"] = SpeculativeConfig("mtp_eagle", "auto")
     engines = {side: Engine(runner, settings, config) for side, config in {"plain": None, **configs}.items()}

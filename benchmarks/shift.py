@@ -4,7 +4,7 @@
     python benchmarks/shift.py --quick       does it run? (the figures mean nothing)
 
 Both sides shift the tokens, labels and loss mask of one packed row; ours also finds the document of every position, as
-`data/batch.py` does for every batch. The results have to be equal, or the benchmark ends with an error.
+`data/batch.py` does for every batch. The results must be equal, or the benchmark fails.
 """
 
 import sys
@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # needed when started by path
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -26,7 +26,7 @@ from megatron_mtp.megatron.runtime import prepare
 ON_CPU = prepare()
 
 GOAL = 20.0
-"""Megatron's rolling takes at least so many times as long."""
+"""Megatron's rolling takes at least this many times as long."""
 
 OURS, THEIRS = "megatron-mtp", "Megatron"
 NAMES = ("tokens", "labels", "loss_mask")
@@ -35,7 +35,7 @@ DOCUMENTS, DEPTHS = 512, 4
 
 
 def shift(wanted: Namespace) -> Found:
-    """Seconds of both sides; raises ValueError where they disagree."""
+    """Time both sides. Raise ValueError if they disagree."""
     documents, depths = 8 if wanted.quick else DOCUMENTS, DEPTHS
     cu_seqlens, batch = packed_batch(documents)
     sides: dict[str, Callable[[], dict[str, Tensor]]] = {
@@ -57,7 +57,7 @@ def shift(wanted: Namespace) -> Found:
 
 
 def packed_batch(documents: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Offsets [documents + 1] and one packed row of documents of 8 to 128 tokens."""
+    """Return offsets [documents + 1] and one packed row of documents of 8 to 128 tokens."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(8, 129, (documents,), generator=generator)
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).to(torch.int32)
@@ -68,14 +68,14 @@ def packed_batch(documents: int) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def our_shifts(batch: dict[str, Tensor], cu_seqlens: Tensor, depths: int) -> dict[str, Tensor]:
-    """[D, 1, positions] each."""
+    """Return tensors of [D, 1, positions]."""
     documents_BS = documents_from_offsets(cu_seqlens.unsqueeze(0), None, batch["tokens"].size(1))
     shifted = depth_batch(batch, depths, documents_BS)
     return {name: getattr(shifted, f"{name}_DBS") for name in NAMES}
 
 
 def megatron_shifts(batch: dict[str, Tensor], cu_seqlens: Tensor, depths: int) -> dict[str, Tensor]:
-    """[D, 1, positions] each, rolled depth after depth."""
+    """Return tensors of [D, 1, positions], rolled depth by depth."""
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
     shifted: dict[str, Tensor] = {}
     for name in NAMES:

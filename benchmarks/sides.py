@@ -58,14 +58,14 @@ ON_CPU = prepare()
 OURS, THEIRS = "megatron-mtp", "Megatron"
 BATCHES = 4
 SAME_IN_FLOAT32, SAME_IN_BFLOAT16 = 1e-3, 3e-2
-"""Relative difference of loss and gradient norm that rounding explains."""
+"""Relative difference of loss and gradient norm that rounding can explain."""
 
 Batches = list[dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Model and batch of both sides."""
+    """Model and batch sizes of both sides."""
 
     hidden_size: int
     num_layers: int
@@ -85,7 +85,7 @@ MEGATRON_FLAGS = (
 
 @dataclass
 class Side:
-    """One of the two: a model in training, and the step that trains it."""
+    """A model in training, and its training step."""
 
     model: list[Any]
     optimizer: Any
@@ -95,7 +95,7 @@ class Side:
     iteration: int = 0
 
     def step(self) -> tuple[float, float]:
-        """Megatron's own training step; the trunk's loss and the norm of the gradient."""
+        """Run Megatron's own training step; return the trunk's loss and the gradient norm."""
         get_args().curr_iteration = self.iteration
         losses, *_, gradient_norm, _, _ = train_step(
             self.forward_step,
@@ -112,7 +112,7 @@ class Side:
 
 
 def set_up_megatron(sizes: Sizes, depths: int | None, *more: str) -> None:
-    """Megatron's global arguments and process groups, as a run of `pretrain_gpt.py` with `more` flags has them."""
+    """Set Megatron's global arguments and process groups, as in a run of `pretrain_gpt.py` with `more` flags."""
     join_single_process()
     atexit.register(leave_groups)
     of_mtp = [] if depths is None else ["--mtp-num-layers", str(depths)]
@@ -124,9 +124,9 @@ def set_up_megatron(sizes: Sizes, depths: int | None, *more: str) -> None:
 
 
 def launch_line(sizes: Sizes) -> list[str]:
-    """Megatron's flags of a training of this size."""
+    """Return Megatron's flags for a training of this size."""
     given = asdict(sizes) | {
-        "vocab_size": sizes.vocab_size - 1,  # NullTokenizer adds its end of document
+        "vocab_size": sizes.vocab_size - 1,  # NullTokenizer adds an end-of-document token
         "max_position_embeddings": sizes.seq_length,
         "global_batch_size": sizes.micro_batch_size,
     }
@@ -145,15 +145,15 @@ def both(
     theirs: Callable[[Batches, Side | None], Side],
     depths: int | None,
 ) -> tuple[dict[str, Side], dict[str, tuple[float, float]]]:
-    """Two sides with the same weights after a first step, and its loss and gradient norm by side.
+    """Return two sides with the same weights after a first step, and its loss and gradient norm by side.
 
-    Each has its own optimizer and its own walk through the batches.
+    Each has its own optimizer and iterates over the batches separately.
 
     Raises:
-        RuntimeError: the first step was not the same.
+        RuntimeError: the first steps differ.
     """
     get_args().mtp_num_layers = depths
-    MTPLossLoggingHelper.tracker = {}  # it keeps the number of depths that it saw first
+    MTPLossLoggingHelper.tracker = {}  # it keeps the number of MTP layers that it saw first
     batches = make_batches()
     megatrons = theirs(batches, None)
     sides = {OURS: ours(batches, megatrons), THEIRS: megatrons}
@@ -168,36 +168,36 @@ def both(
 
 
 def our_gpt(batches: Batches, like: Side | None = None) -> Side:
-    """A GPT of Megatron's arguments with our MTP."""
+    """Build a GPT from Megatron's arguments with our MTP."""
     config = gpt_config_from_args(get_args(), model_config_cls=MTPGPTModelConfig)
     return side_of(config, ForwardStep(MTPConfig(), Metrics(None)), batches, like)
 
 
 def our_drafter(batches: Batches, like: Side) -> Side:
-    """A frozen GPT of Megatron's arguments with the drafter that they name."""
+    """Build a frozen GPT from Megatron's arguments with their drafter."""
     config = config_of(get_args())
-    config.mtp, config.true_vocab_size = mtp_config_from_args(get_args()), None  # as Megatron's side, which knows none
+    config.mtp, config.true_vocab_size = mtp_config_from_args(get_args()), None  # like Megatron's side
     return side_of(config, ForwardStep(config.mtp, Metrics(None)), batches, like)
 
 
 def megatron_gpt(batches: Batches, like: Side | None = None, hooks: Sequence[Callable[[Any], Any]] = ()) -> Side:
-    """A GPT of Megatron's arguments with its own MTP; `hooks` see it before it is wrapped."""
+    """Build a GPT from Megatron's arguments with its own MTP; `hooks` are called before it is wrapped."""
     config = gpt_config_from_args(get_args(), model_config_cls=GPTModelConfig)
     config.pre_wrap_hooks += hooks
     if config.transformer.transformer_impl != "local":
         return side_of(config, megatron_forward_step, batches, like)
     config.transformer_layer_spec = with_portable_modules(default_layer_spec(config, None), config.transformer)
-    with having([gpt], mtp_block_spec=portable_mtp_block):  # the builder reads no spec of it
+    with having([gpt], mtp_block_spec=portable_mtp_block):  # the builder accepts no spec for it
         return side_of(config, megatron_forward_step, batches, like)
 
 
 def portable_mtp_block(config: Any, *others: Any, **named: Any) -> Any:
-    """The spec of Megatron's MTP block, with the layers of the portable trunk."""
+    """Return the spec of Megatron's MTP block, with the layers of the portable trunk."""
     return with_portable_modules(mtp_block_spec(config, *others, **named), config.transformer)
 
 
 def side_of(config: Any, forward_step: Callable[..., Any], batches: Batches, like: Side | None) -> Side:
-    """Model, DDP, optimizer and learning rate, as `pretrain()` sets them up; `like` gives the weights."""
+    """Create model, DDP, optimizer and learning rate as `pretrain()` does; `like` gives the weights."""
     args = get_args()
     model = config.get_builder_cls()(config).build_distributed_models(
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(), ddp_config=get_megatron_ddp_config(args)
@@ -218,9 +218,9 @@ def side_of(config: Any, forward_step: Callable[..., Any], batches: Batches, lik
 
 @torch.no_grad()
 def copy_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:
-    """Megatron's `mtp_model_layer` is our `tf_layer`, and an attached drafter our `mtp`; every other name is the same.
+    """Copy weights by name: Megatron's `mtp_model_layer` is our `tf_layer`, and an attached drafter our `mtp`.
 
-    A drafter that only the target has stays as it is.
+    A drafter that only the target has keeps its weights.
     """
     weights = {_our_name(name): weight for name, weight in source.named_parameters()}
     for name, weight in target.named_parameters():
@@ -235,7 +235,7 @@ def _our_name(name: str) -> str:
 
 
 def make_batches() -> Batches:
-    """Random tokens in the form in which Megatron's loader hands them on, pinned for a CUDA device."""
+    """Return random tokens in the format of Megatron's loader, pinned for a CUDA device."""
     args = get_args()
     shape = (args.micro_batch_size, args.seq_length)
     generator = torch.Generator().manual_seed(args.seed)
@@ -272,7 +272,7 @@ def megatron_forward_step(data_iterator: Iterator[Any], model: torch.nn.Module) 
 
 
 def megatron_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str, Any]:
-    """Megatron's `get_batch` for a run without packing, as `ForwardStep` has it, less the depths."""
+    """Run Megatron's `get_batch` for a run without packing, like `ForwardStep` without MTP layers."""
     args = get_args()
     batch: dict[str, Any] = {name: value.cuda(non_blocking=True) for name, value in next(data_iterator).items()}
     batch |= dict.fromkeys(("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group"))
@@ -296,7 +296,7 @@ def megatron_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[s
 
 
 def megatron_loss(loss_mask_BS: Tensor, losses_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Megatron's loss function: the masked sum, its checks, the tokens and what to log."""
+    """Compute Megatron's loss function: the masked sum, its checks, the tokens and values to log."""
     mask = loss_mask_BS.view(-1).float()
     loss = torch.sum(losses_BS.view(-1).float() * mask)
     tokens = mask.sum().clone().detach().to(torch.int)

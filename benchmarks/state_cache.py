@@ -1,12 +1,12 @@
-"""Cost of a second training on states that the first has cached (--mtp-state-cache).
+"""Cost of a second training run on states cached by the first (--mtp-state-cache).
 
     python benchmarks/state_cache.py                     a dense trunk of four layers, trained here
     python benchmarks/state_cache.py --trunk NAME=DIR    a Hugging Face model in its place, such as SmolLM2-135M
     python benchmarks/state_cache.py --quick             does it run? (the figures mean nothing)
 
-CPU seconds of whole processes, loading included, and the median step on the clock: without the flag, with states that
-are computed and kept, with those that are read, and the last with a draft vocabulary. Losses of the second and the
-third are the same to the last bit. The goal is a fifth.
+Reports CPU seconds of whole processes, including loading, and the median step in wall time: without the flag, computing
+and storing states, reading states, and reading with a draft vocabulary. The second and third have bit-identical losses.
+The goal is a fifth of the cost.
 """
 
 import resource
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # needed when started by path
 
 from benchmarks.harness import Found, Goal, Table, count, main
 from benchmarks.recipes import SAME_RATES, SHARED, TRUNK_FLAG, Bench, recipe_flags
@@ -31,7 +31,7 @@ GOAL = 0.2
 
 @dataclass(frozen=True)
 class Cost:
-    """A training: CPU seconds of its process, seconds of its median step, and its last loss."""
+    """Cost of a training: CPU seconds of its process, seconds of its median step, and its last loss."""
 
     cpu: float
     step: float
@@ -39,7 +39,7 @@ class Cost:
 
 
 def state_cache(wanted: Namespace) -> Found:
-    """All trainings of every kind of head."""
+    """Run all trainings of every kind of head."""
     quick = wanted.place == "quick"
     model, name = (wanted.trunk.model, wanted.trunk.name) if wanted.trunk else (None, "dense")
     steps, context = wanted.steps or (2 if quick else 20), 64 if model is None else 256
@@ -84,9 +84,9 @@ def state_cache(wanted: Namespace) -> Found:
 
 
 def trained(bench: Bench, trunk: str, context: int, head: str, more: list[Any]) -> Cost:
-    """The cost of a training of the bench's steps."""
+    """Return the cost of a training of the bench's steps."""
     folder, text = bench.place / "run", bench.texts["same"]
-    remove(folder)  # of the training before
+    remove(folder)  # from the previous training
     batch = 512 // context
     flags = ["--use-checkpoint-args", "--load", bench.place / "trunks" / trunk, "--finetune", *SHARED[-3:]]
     flags += ["--data-path", text.trained, "--split", "1", "--tokenizer-model", bench.tokenizer]

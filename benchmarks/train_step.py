@@ -3,23 +3,22 @@
     python benchmarks/train_step.py                              a GPT, D = 1, 2 and 4
     python benchmarks/train_step.py --model attached             Megatron's GPT, whose MTP block `attach` runs
     python benchmarks/train_step.py --model hybrid               a trunk of Mamba-2, attention and MLP
-    python benchmarks/train_step.py --model dspark               a policy with and without a DSpark head
+    python benchmarks/train_step.py --model dspark               a policy with and without a DSpark drafter
     python benchmarks/train_step.py --depths 2 --repeats 40      one number of depths, more rounds
     python benchmarks/train_step.py --quick                      does it run? (the figures mean nothing)
 
 Both sides train the same weights on the same batches, with Megatron's DDP, optimizer, schedule and `train_step`. They
 differ in the model (`GPTModelBuilder` against `MTPGPTModelBuilder`) and the forward step (that of Megatron's
-`pretrain_gpt.py` against `ForwardStep`, the making of the shifts included). With `attached` they differ in one thing:
-Megatron runs the MTP block and adds its loss, or `attach` does, with the same weight. What Megatron logs between steps
-is counted for neither. Without Transformer Engine and the libraries of Mamba's kernels both have the same portable
-layers. Sides take turns step by step, so that a load from outside meets both.
+`pretrain_gpt.py` against `ForwardStep`, including computing the shifts). With `attached` they differ in one thing:
+either Megatron or `attach` runs the MTP block and adds its loss, with the same weight. Megatron's logging between steps
+is not timed. Without Transformer Engine and the Mamba kernel libraries, both use the same portable layers. Sides take
+turns step by step, so that other load affects both.
 
-With `dspark` a policy learns with an attached DSpark head (`attach(.., weight=1)`) or without, and `train --drafter
-dspark` learns the same head behind the same trunk, frozen. A step with the head may take as long as both of the others,
-and the norm of its first gradient has to be theirs together.
+With `dspark`, a policy is trained with and without an attached DSpark drafter (`attach(.., weight=1)`), and `train
+--drafter dspark` trains the same drafter on the same trunk, frozen. A step with the drafter may take as long as both
+others together, and the norm of its first gradient must match theirs combined.
 
-The first step has to give the same loss and the same norm of the gradient on both sides, or there is no comparison and
-the benchmark ends with an error.
+The first step must have the same loss and gradient norm on both sides, otherwise the benchmark fails.
 """
 
 import math
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # needed when started by path
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -88,19 +87,19 @@ REPEATS = {"cpu": 15, "cuda": 50, "quick": 2}
 
 
 def attached_gpt(batches: Batches, like: Side | None) -> Side:
-    """Megatron's GPT, whose MTP block `attach` runs."""
+    """Build Megatron's GPT, whose MTP block `attach` runs."""
     weight = get_args().mtp_loss_scaling_factor
     return megatron_gpt(batches, like, hooks=[lambda chunks: attach(chunks, weight=weight) and chunks])
 
 
 def our_hybrid(batches: Batches, like: Side | None) -> Side:
-    """A hybrid of Megatron's arguments with our MTP."""
+    """Build a hybrid from Megatron's arguments with our MTP."""
     config = hybrid_config_from_args(with_pattern(), model_config_cls=MTPHybridModelConfig)
     return side_of(config, ForwardStep(MTPConfig(), Metrics(None)), batches, like)
 
 
 def megatron_hybrid(batches: Batches, like: Side | None) -> Side:
-    """Megatron's hybrid with its own MTP, with our stack's layers where Transformer Engine is missing."""
+    """Build Megatron's hybrid with its own MTP, with our stack's layers if Transformer Engine is missing."""
     config = hybrid_config_from_args(with_pattern())
     if config.transformer.transformer_impl == "local":
         spec = stack_spec(config.transformer)
@@ -115,14 +114,14 @@ def megatron_hybrid(batches: Batches, like: Side | None) -> Side:
 
 
 def with_pattern() -> Namespace:
-    """Return Megatron's arguments, and the layers of a hybrid with this many depths."""
+    """Return Megatron's arguments, and the layers of a hybrid with this many MTP layers."""
     args = get_args()
     args.hybrid_layer_pattern = pattern(args.mtp_num_layers)
     return args
 
 
 def pattern(depths: int) -> str:
-    """The trunk's layers, and attention and MLP for every depth."""
+    """Return the trunk's layers, plus attention and MLP for every MTP layer."""
     return "M-*-M-*-" + depths * "/*-"
 
 
@@ -160,7 +159,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 
 def train_step(wanted: Namespace) -> Found:
-    """Every number of depths in --depths, or the policy with a head."""
+    """Measure every number of MTP layers in --depths, or the policy with a head."""
     if wanted.model == DSPARK:
         return beside_policy(wanted)
     model = MODELS[wanted.model]
@@ -172,7 +171,7 @@ def train_step(wanted: Namespace) -> Found:
         name = f"D={depths}"
         first[name], figures = measure(model, depths, wanted.repeats)
         rows.append((name, *figures))
-        print(f"> {rows[-1]}", flush=True)  # a run that is cut short has said this much
+        print(f"> {rows[-1]}", flush=True)  # keeps the results of an interrupted run
     header = "D/s ours/s Megatron/ratio/by round/quartiles/CPU time/MiB ours/MiB Megatron".split("/")
     return Found(
         {"sizes": asdict(sizes), "repeats": wanted.repeats, "loss and gradient norm of the first step": first},
@@ -182,7 +181,7 @@ def train_step(wanted: Namespace) -> Found:
 
 
 def beside_policy(wanted: Namespace) -> Found:
-    """A policy alone, with a DSpark head, and the head behind the frozen policy."""
+    """Measure a policy alone, with a DSpark head, and the head on the frozen policy."""
     sizes = replace(GPT[wanted.place], num_layers=4)
     with mock.patch.object(arguments, "check_trunk"):  # the trunk comes from the other side
         set_up_megatron(sizes, None, *DRAFTER.split())
@@ -194,7 +193,7 @@ def beside_policy(wanted: Namespace) -> Found:
     )
     get_args().mtp_num_layers = steps
     sides = {OURS: beside, alone: policy, head: our_drafter(batches, beside)}
-    get_args().seed, sides[head].iteration = 0, 1  # `attach` draws blocks by 0 and the number of its losses
+    get_args().seed, sides[head].iteration = 0, 1  # `attach` draws blocks from seed 0 and the number of its losses
     first = {name: side.step() for name, side in sides.items()}
     tolerance, apart = (
         SAME_IN_BFLOAT16 if get_args().bf16 else SAME_IN_FLOAT32,
@@ -217,7 +216,7 @@ def beside_policy(wanted: Namespace) -> Found:
 
 
 def measure(model: Model, depths: int, repeats: int) -> tuple[dict[str, tuple[float, float]], tuple[Any, ...]]:
-    """The first step of both sides with D depths, and what steps take: a row of the table."""
+    """Return the first step of both sides with D MTP layers, and step times: a row of the table."""
     sides, first = both(model.ours, model.theirs, depths)
     steps = {name: side.step for name, side in sides.items()}
     timed = interleave(steps, repeats, synchronize=torch.cuda.synchronize)

@@ -7,17 +7,17 @@ from tempfile import TemporaryFile
 
 from megatron_mtp.megatron.runtime import prepare
 
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a fork cannot use a device that this process has started
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a fork cannot use a device that its parent has initialized
 prepare()
 
 
 class VerbError(RuntimeError):
-    """A verb that failed, with the end of what it printed."""
+    """Raised if a verb fails, with the end of its output."""
 
 
 def run(verb: str, *words: object) -> str:
     """Run a command and return its output. Raise VerbError if it fails."""
-    import megatron_mtp.training.run  # noqa: F401  (once, before the fork)
+    import megatron_mtp.training.run  # noqa: F401  (once, before forking)
 
     given = [verb, *map(str, words)]
     with TemporaryFile("w+", errors="replace") as out, TemporaryFile("w+", errors="replace") as err:
@@ -40,5 +40,5 @@ def _be(given: list[str], out: int, err: int) -> None:
 
     os.dup2(out, 1)
     os.dup2(err, 2)
-    torch.set_num_threads(torch.get_num_threads())  # makes torch's pool anew
+    torch.set_num_threads(torch.get_num_threads())  # recreates torch's thread pool
     sys.exit(main(given))

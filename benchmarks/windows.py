@@ -1,13 +1,13 @@
 """Accepted length by context length, for drafters with and without an attention window.
 
     python benchmarks/windows.py                      one trunk, two EAGLE-3 drafters, sequences of 16,384 tokens
-    python benchmarks/windows.py --folder DIR         trunk and drafters are kept there, and a cut run goes on
+    python benchmarks/windows.py --folder DIR         keep trunk and drafters there; resumes an interrupted run
     python benchmarks/windows.py --quick              does it run? (the figures mean nothing)
 
-text      The corpus of scripts/quickstart.sh. A sequence goes on from one file to the next.
-trunk     Four layers with windows of 256 positions. What it computes is the same at any position, so that a change of
-          what is accepted is the drafter's.
-drafters  Trained on 512 tokens at a time, behind the frozen trunk: one attends to all positions, one to the last 64.
+text      The corpus of scripts/quickstart.sh. A sequence continues from one file to the next.
+trunk     Four layers with windows of 256 positions. Its quality does not depend on the position, so a change in
+          acceptance is due to the drafter.
+drafters  Trained on sequences of 512 tokens, on the frozen trunk: one attends to all positions, one to the last 64.
 
 `evaluate --context-lengths` measures both on documents that no training has seen.
 """
@@ -18,7 +18,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # needed when started by path
 
 from benchmarks.harness import Found, Goal, Table, main
 from benchmarks.verbs import run
@@ -43,7 +43,7 @@ TRAINING = (
 
 
 def windows(wanted: Namespace) -> Found:
-    """The trunk, its drafters and what is accepted of them."""
+    """Train the trunk and its drafters, and measure acceptance."""
     quick = wanted.quick
     lengths = [16, 32, 64, 128] if quick else [512, 1024, 2048, 4096, 8192, 16384]
     split = "80,20,0" if quick else "98,2,0"
@@ -82,7 +82,7 @@ def goals(full: list[float], windowed: list[float]) -> list[Goal]:
 
 
 def small_corpus(place: Path) -> Path:
-    """The prefix of a corpus of our pages."""
+    """Return the prefix of a corpus of our pages."""
     prefix = place / "corpus"
     run("preprocess", "--input", ROOT / "docs", "--vocab-size", 300, "--output-prefix", prefix, "--workers", 1)
     return prefix

@@ -25,7 +25,7 @@ ROWS, LENGTH, PROMPT = 4, 32, 12
 
 
 def main(checkpoint: Path, steps: int) -> None:
-    """A few steps of distillation, printing the loss by depth."""
+    """Run a few steps of distillation, and print the loss by depth."""
     model = load_model(checkpoint).train()
     optimizer = torch.optim.AdamW(model.mtp.parameters(), lr=1e-3)
     settings = MTPConfig(mtp_loss="kd", mtp_train_only=True)

@@ -22,7 +22,7 @@ ROWS, LENGTH = 4, 32
 
 
 def main(checkpoint: Path) -> None:
-    """Catch the inputs of the first MTP layer in a step, and run the layer once more under torch's profiler."""
+    """Record the inputs of the first MTP layer in a step, and run the layer again under torch's profiler."""
     model = load_model(checkpoint).train()
     layer = model.mtp.layers[0]
     seen: dict[str, tuple[object, ...]] = {}

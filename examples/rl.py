@@ -1,28 +1,28 @@
 """GRPO with drafted rollouts, in six arms: which drafter follows a policy best, and with which loss?
 
-    python examples/rl.py                                    five seeds of 60 steps; a run that was cut off goes on
+    python examples/rl.py                                    five seeds of 60 steps; resumes an interrupted run
     python examples/rl.py --arms frozen eagle3               some of the arms
     python examples/rl.py --quick                            does it run? (the figures mean little)
-    python examples/rl.py --plot runs/rl/results.json        the plot again
+    python examples/rl.py --plot runs/rl/results.json        plot again
 
-The task is to sort seven digits, and the reward the share of digits in their place. `megatron-mtp train` makes the
-policy that all arms start from, on answers of which a fourth is sorted, and a drafter of each kind behind it. The
-trainer's model is Megatron's `GPTModel`, to which `attach` attaches the head, as in a framework. Every step samples
-answers with this package's engine, trains the policy and its head with Megatron's optimizer, and gives the engine the
-new weights. The head's loss has no gradient into the policy. The arms differ in the head and what it learns:
+The task is to sort seven digits, and the reward is the fraction of digits at the right place. `megatron-mtp train`
+trains the policy that all arms start from, on answers of which a fourth is sorted, and a drafter of each kind on it.
+The trainer's model is Megatron's `GPTModel` with the head attached by `attach`, as in a framework. Every step samples
+answers with this package's engine, trains the policy and its head with Megatron's optimizer, and sends the new weights
+to the engine. The head's loss has no gradient into the policy. The arms differ in the head and its training:
 
-    frozen   an MTP layer as it is
+    frozen   an MTP layer that is not trained
     stale    an MTP layer that learns the policy's distribution (tv); the engine gets it every tenth step
     mtp-ce   an MTP layer that learns the sampled tokens
     mtp-tv   an MTP layer that learns the policy's distribution
-    eagle3   an EAGLE-3 drafter, by the loss of its kind
-    dspark   a DSpark drafter, by the loss of its kind
+    eagle3   an EAGLE-3 drafter with its default loss
+    dspark   a DSpark drafter with its default loss
 
-Written to --out: results.json with the figures of every step, and rl.png. Arms and seeds of as many steps that are in
-results.json are not run again. The figures are the mean reward, the policy's entropy in nats, the accepted length
-(tokens per forward of the target), tokens per second of CPU time, which other programs disturb less than the clock's,
-and the largest difference between the log-probabilities of the engine and of the trainer's forward, relative to their
-size where that is above 1.
+Writes results.json with the metrics of every step, and rl.png, to --out. Arms and seeds that are in results.json with
+the same number of steps are not run again. The metrics are the mean reward, the policy's entropy in nats, the accepted
+length (tokens per forward pass of the target), tokens per second of CPU time, which other load disturbs less than wall
+time, and the largest difference between the log-probabilities of the engine and of the trainer, relative to values
+above 1.
 
 Letters in names: B rollouts, S positions, V vocabulary, P prompts, G rollouts of a prompt.
 """
@@ -77,19 +77,19 @@ prepare()
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGITS, BEGIN, SORT, END, VOCABULARY = 7, 10, 11, 12, 13
-"""Digits of a prompt, and the tokens behind 0 .. 9: a prompt's beginning and end, and an answer's end."""
+"""Digits of a prompt, and tokens after 0 .. 9: start and end of a prompt, and end of an answer."""
 
 PROMPTS, GROUP = 16, 8
-"""Prompts of a step, and answers to each: an advantage is a reward against those of its group (arXiv:2402.03300)."""
+"""Prompts per step, and answers per prompt: an advantage compares a reward with its group (arXiv:2402.03300)."""
 
 RUNNING = 16
-"""Answers that the engine writes at once."""
+"""Answers that the engine generates at once."""
 
 DRAFTS = 3
-"""Drafts a round."""
+"""Drafts per round."""
 
 SHOWN = ("reward", "entropy", "accepted length", "tokens per CPU second")
-"""Figures that are drawn and printed."""
+"""Metrics that are plotted and printed."""
 
 POLICY_LR, HEAD_LR, LAMBDA = 5e-4, 2e-3, 0.3
 
@@ -99,10 +99,10 @@ class Arm:
     """A head and how it follows the policy.
 
     Attributes:
-        method: by which the engine drafts.
-        loss: what the head learns; None for the loss of its kind.
-        synced: after how many steps the engine gets the head; 0 for never, since it is not trained.
-        drafter: its settings; none for an MTP layer.
+        method: the engine's drafting method.
+        loss: what the head learns; None for the default loss of its kind.
+        synced: steps between updates of the engine's head; 0 for never, if it is not trained.
+        drafter: its settings; empty for an MTP layer.
     """
 
     method: str
@@ -137,7 +137,7 @@ def prompt_of(digits: list[int]) -> list[int]:
 
 
 def reward(prompt: list[int], answer: list[int]) -> float:
-    """Return the share of digits that are in the same place in the sorted list."""
+    """Return the fraction of digits that are at the right place of the sorted list."""
     right = sorted(prompt[1:-1])
     return sum(one == other for one, other in zip(answer[:DIGITS], right, strict=False)) / DIGITS
 
@@ -155,7 +155,7 @@ POLICY = (
 
 
 def make_start(out: Path, iterations: int) -> Path:
-    """The policy with an MTP layer, made once: a fourth of its texts' answers is sorted, others repeat or shuffle."""
+    """Train the policy with an MTP layer, once: a fourth of its training answers is sorted, others are not."""
     if not Path(f"{out}/digits.idx").is_file():
         draw = random.Random(0)
         out.mkdir(parents=True, exist_ok=True)
@@ -170,7 +170,7 @@ def make_start(out: Path, iterations: int) -> Path:
 
 
 def trained(out: Path, folder: Path, flags: list[str], iterations: int) -> Path:
-    """A checkpoint of `megatron-mtp train`, made once."""
+    """Return a checkpoint of `megatron-mtp train`, trained once."""
     if not (folder / "latest_checkpointed_iteration.txt").is_file():
         length = ["--train-iters", iterations, "--save-interval", iterations, "--save", folder]
         command = [sys.executable, ROOT / "pretrain_gpt.py", *flags, *TRAINING, *length, "--data-path", out / "digits"]
@@ -187,7 +187,7 @@ def start_of(arm: Arm, out: Path, start: Path, iterations: int) -> Path:
 
 
 class Trainer:
-    """The policy and its head in Megatron's wrappers, one step of GRPO at a time."""
+    """The policy and its head in Megatron's wrappers, trained by steps of GRPO."""
 
     def __init__(self, arm: Arm, start: Path, runner: Runner) -> None:
         self.arm, reader = arm, DistReader(start)
@@ -195,9 +195,9 @@ class Trainer:
             self.args = completed(reader.common()["args"])
         config = gpt_config_from_args(self.args)
         config.transformer_layer_spec = with_portable_modules(default_layer_spec(config, None), config.transformer)
-        config.transformer.persist_layer_norm = False  # of Apex
+        config.transformer.persist_layer_norm = False  # it needs Apex
         if arm.drafter:
-            config.transformer.mtp_num_layers = None  # Megatron's builder knows no drafters
+            config.transformer.mtp_num_layers = None  # Megatron's builder has no drafters
         model = config.get_builder_cls()(config).build_model(ProcessGroupCollection.use_mpu_process_groups()).train()
         fill(model, reader)
         self.attached = attach(model, settings=arm.settings, true_vocab_size=VOCABULARY)
@@ -208,17 +208,17 @@ class Trainer:
         self.optimizer = get_mtp_optimizer(optimizer, [self.model], lr=HEAD_LR, clip_grad=1.0)
 
     def step(self, rollouts: list["Rollout"]) -> dict[str, float]:
-        """Train on the rollouts; returns the policy's entropy, and the largest difference from the engine's values."""
+        """Train on the rollouts; return the policy's entropy, and the largest difference from the engine's values."""
         length = max(len(one.tokens) for one in rollouts)
         tokens_BS = torch.tensor([one.tokens + [END] * (length - len(one.tokens)) for one in rollouts])
         start, end_B1 = DIGITS + 2, torch.tensor([[len(one.tokens)] for one in rollouts])
         slots_S = torch.arange(length)
-        mask_BS = ((slots_S + 1 >= start) & (slots_S + 1 < end_B1)).float()  # position i counts where token i + 1 does
+        mask_BS = ((slots_S + 1 >= start) & (slots_S + 1 < end_B1)).float()  # position i counts if token i + 1 does
         positions_BS = slots_S.expand_as(tokens_BS)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         logits_BSV = self.model(tokens_BS, positions_BS, None)
-        logits_BSV = logits_BSV[:, :-1, :VOCABULARY]  # the rows behind pad the vocabulary, and stand for no token
+        logits_BSV = logits_BSV[:, :-1, :VOCABULARY]  # the remaining columns are vocabulary padding
         every_BSV, counts_BS = logits_BSV.log_softmax(-1), mask_BS[:, :-1]
         logprobs_BS = every_BSV.gather(-1, tokens_BS[:, 1:, None])[..., 0] * counts_BS
         loss = -(_advantages(rollouts) * logprobs_BS).sum() / mask_BS.sum()
@@ -256,14 +256,14 @@ class Rollout:
 
 
 def _advantages(rollouts: list[Rollout]) -> Tensor:
-    """[B, 1], rewards against those of the other answers to the same prompt."""
+    """Return rewards relative to the other answers to the same prompt, [B, 1]."""
     rewards_PG = torch.tensor([one.reward for one in rollouts]).view(PROMPTS, GROUP)
     spread_P1 = rewards_PG.std(1, keepdim=True) + 1e-4
     return ((rewards_PG - rewards_PG.mean(1, keepdim=True)) / spread_P1).view(-1, 1)
 
 
 def sample(engine: Engine, prompts: list[list[int]], seed: int) -> list[Rollout]:
-    """Answers to every prompt, `GROUP` each."""
+    """Return `GROUP` answers to every prompt."""
     rollouts = {}
     for number, prompt in enumerate(prompt for prompt in prompts for _ in range(GROUP)):
         request = Request(
@@ -278,7 +278,7 @@ def sample(engine: Engine, prompts: list[list[int]], seed: int) -> list[Rollout]
 
 
 def run(arm: Arm, start: Path, steps: int, seed: int, name: str) -> list[dict[str, float]]:
-    """The figures of every step of one arm."""
+    """Run one arm and return the metrics of every step."""
     torch.manual_seed(seed)
     draw = random.Random(seed)
     method = config_from({"method": arm.method, "num_speculative_tokens": DRAFTS})
@@ -307,13 +307,13 @@ def run(arm: Arm, start: Path, steps: int, seed: int, name: str) -> list[dict[st
 
 
 def kept(file: Path, steps: int) -> dict[str, dict[str, Any]]:
-    """The seeds of every arm that an earlier run has finished with as many steps."""
+    """Return the seeds of every arm that an earlier run has finished with as many steps."""
     earlier = json.loads(file.read_text()) if file.is_file() else {}
     return {arm: {seed: made for seed, made in earlier.get(arm, {}).items() if len(made) == steps} for arm in ARMS}
 
 
 def plot(results: dict[str, Any], file: Path) -> None:
-    """The figures by step; a line is the mean over seeds, and a band its standard error."""
+    """Plot metrics by step; a line is the mean over seeds, and a band its standard error."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, len(SHOWN), figsize=(16, 4))
@@ -332,7 +332,7 @@ def plot(results: dict[str, Any], file: Path) -> None:
 
 
 def summary(results: dict[str, Any]) -> list[str]:
-    """A line for every arm: means of the first and last fifth of its steps, the last with its error over seeds."""
+    """Return a line per arm: means over the first and last fifth of its steps, the latter with its error over seeds."""
     lines = []
     for arm, seeds in results.items():
         told = []
@@ -375,7 +375,7 @@ def main() -> None:
         policy = make_start(given.out, iterations)
         starts = {name: start_of(ARMS[name], given.out, policy, iterations) for name in given.arms}
         results = kept(file, given.steps)
-        for seed in given.seeds:  # arm by arm, so that what else the machine does meets all of them
+        for seed in given.seeds:  # arm by arm, so that other load affects all of them
             for name, start in starts.items():
                 seeds = results[name]
                 if str(seed) not in seeds:

@@ -1,4 +1,4 @@
-"""For Megatron-Bridge: new MTP layers beside LoRA in its `finetune`, and drafters, which it has no names for."""
+"""For Megatron-Bridge: new MTP layers next to LoRA in its `finetune`, and drafters, which Bridge cannot name."""
 
 from typing import Any
 
@@ -10,17 +10,17 @@ from megatron_mtp.spec.config import MTPConfig
 
 
 class LoRAWithHead(LoRA):
-    """LoRA of the trunk, and a new MTP layer that is trained whole and saved with the adapters."""
+    """LoRA on the trunk, and a new MTP layer that is fully trained and saved with the adapters."""
 
     def __call__(self, model: Any, training: bool = True) -> Any:
-        """The model with adapters and the layer."""
+        """Return the model with adapters and the layer."""
         model = super().__call__(model, training=training)
         attach(model, 1, MTPConfig(mtp_train_only=True), weight=0.1)
         return model
 
 
 def skip_unnamed_parameters() -> None:
-    """Let Bridge pass over parameters that it has no names for, such as a drafter's, where it loads and exports."""
+    """Let Bridge skip parameters that it has no names for, such as a drafter's, when loading and exporting."""
     build = MegatronModelBridge.build_conversion_tasks
 
     def build_named(*given: Any, **named: Any) -> list[Any]:

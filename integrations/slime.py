@@ -11,7 +11,7 @@ from megatron_mtp.spec.config import MTPConfig
 
 
 def provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:
-    """slime's own model, with MTP layers that learn the policy's distribution."""
+    """Build slime's own model, with MTP layers that learn the policy's distribution."""
     args = Namespace(**{**vars(get_args()), "custom_model_provider_path": None})
     model = get_model_provider_func(args)(pre_process, post_process, vp_stage=vp_stage)
     heads = [Head(MTPConfig(mtp_train_only=True, mtp_loss="kd"), depths=1)]

@@ -1,7 +1,7 @@
-"""The MTP loss under context parallelism is one mean over all tokens, also where ranks have uneven counts (gloo).
+"""The MTP loss under context parallelism is one mean over all tokens, even if ranks have uneven counts (gloo).
 
 Two ranks hold a packed row of one document of 8 slots: rank 0 slots 0 1 6 7, rank 1 slots 2 3 4 5. The loss mask covers
-slots 1 to 3 and 7, so that the ranks have different numbers of targets. Gradients are those of one process.
+slots 1 to 3 and 7, so the ranks have different numbers of targets. Gradients match those of one process.
 """
 
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ LENGTH, HIDDEN, VOCAB = 8, 4, 11
 
 
 def gradient(own, cp_group, per_token):
-    """d(MTP loss) / d(hidden states of the MTP layer) at this rank's slots, as the optimizer sees it."""
+    """Return d(MTP loss) / d(hidden states of the MTP layer) at this rank's slots, as the optimizer sees it."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(VOCAB, HIDDEN, generator=generator)
     states = torch.randn(LENGTH, 1, HIDDEN, generator=generator)[own].requires_grad_()
@@ -53,10 +53,10 @@ def gradient(own, cp_group, per_token):
 
 
 def run(rank, port, per_token):
-    """Compare a rank's gradient with its part of one process's."""
+    """Compare a rank's gradient with its part of a single process's."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     own = SLOTS[rank]
-    # Finalizing divides the sum over ranks by their number, or with per-token losses by the tokens of all ranks.
+    # Finalizing divides the sum over ranks by their number, or for per-token losses by the tokens of all ranks.
     found = gradient(own, dist.group.WORLD, per_token) / (1 if per_token else 2)
     expected = gradient(list(range(LENGTH)), None, per_token)[own]
     torch.testing.assert_close(found, expected)
@@ -65,5 +65,5 @@ def run(rank, port, per_token):
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_gradients_are_those_of_one_process(per_token):
-    """With a mean over the microbatch, and with sums that are divided by the tokens of all ranks."""
+    """With a mean over the microbatch, and with sums divided by the tokens of all ranks."""
     mp.spawn(run, args=(29511 + per_token, per_token), nprocs=2)

@@ -1,7 +1,7 @@
-"""Evaluations log MTP losses and acceptance rates, and leave those of training alone (gloo).
+"""Evaluations log MTP losses and acceptance rates, without affecting those of training (gloo).
 
-Two data-parallel ranks evaluate rows of their own by `evaluate` of megatron/training: the numbers are those that
-training logs of the same rows and weights.
+Two data-parallel ranks evaluate different rows with `evaluate` of megatron/training: the numbers match what training
+logs for the same rows and weights.
 """
 
 from functools import partial
@@ -22,18 +22,18 @@ NAMES = ("mtp_1 loss", "mtp_1_acceptance_rate", "mtp_2 loss", "mtp_2_acceptance_
 
 
 def on_cpu(make, *args, device=None, **kwargs):
-    """The tensor, whatever device is asked for."""
+    """Return the tensor on the CPU, whatever device is requested."""
     return make(*args, **kwargs)
 
 
 def without_cuda():
-    """Let the tensors of metrics be on the CPU."""
+    """Let metric tensors be on the CPU."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.tensor, torch.zeros = partial(on_cpu, torch.tensor), partial(on_cpu, torch.zeros)
 
 
 class Model(torch.nn.Module):
-    """Embeddings in the place of the trunk and of two MTP layers, and an output layer."""
+    """Embeddings instead of the trunk and two MTP layers, and an output layer."""
 
     pg_collection, model_type = None, ModelType.encoder_or_decoder
 
@@ -52,7 +52,7 @@ class Model(torch.nn.Module):
         """There are no other pipeline stages."""
 
     def forward(self, tokens, labels, mask):
-        """The losses of the trunk [1, S]."""
+        """Return the losses of the trunk [1, S]."""
 
         def losses_of(labels, logits):
             return torch.nn.functional.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
@@ -76,14 +76,14 @@ class Model(torch.nn.Module):
 
 
 def forward_step(rows, model):
-    """A row of tokens with its labels, some of which have no loss."""
+    """Return a row of tokens with its labels, some of which are masked."""
     text, mask = next(rows)
     losses = model(text[:, :-1], text[:, 1:], mask)
     return losses, lambda losses: (losses.sum(), {"lm loss": torch.stack([(losses * mask).sum(), mask.sum()])})
 
 
 def rows(rank):
-    """Microbatches of a rank."""
+    """Return microbatches of a rank."""
     generator = torch.Generator().manual_seed(rank)
     for _ in range(MICROBATCHES * ITERATIONS):
         text = torch.randint(VOCAB, (1, LENGTH + 1), generator=generator)
@@ -91,7 +91,7 @@ def rows(rank):
 
 
 def args():
-    """What `evaluate` reads."""
+    """Return the arguments that `evaluate` reads."""
     return mock.MagicMock(
         eval_global_batch_size=2 * MICROBATCHES,
         eval_micro_batch_size=1,

@@ -1,4 +1,4 @@
-"""The position embeddings of the MTP layers' pipeline stage are those of the first stage (gloo).
+"""The position embeddings of the MTP layers' pipeline stage match those of the first stage (gloo).
 
 Two stages have a copy each: they start equal, learn from the sum of their gradients, and are saved once.
 """
@@ -28,7 +28,7 @@ def without_cuda():
 
 
 def built(rank, positions):
-    """This rank's stage."""
+    """Build this rank's stage."""
     config = TransformerConfig(
         num_layers=2,
         hidden_size=8,
@@ -81,5 +81,5 @@ def run(rank, port, positions):
 
 @pytest.mark.parametrize("positions", ["learned_absolute", "rope"])
 def test_copies_are_equal(positions):
-    """Of learned positions, and as before without them."""
+    """With learned positions, and unchanged without them."""
     mp.start_processes(run, args=(29551 + (positions == "rope"), positions), nprocs=2, start_method="fork")

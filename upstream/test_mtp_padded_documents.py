@@ -1,4 +1,4 @@
-"""MTP shifts labels within the documents of a packed row; each document may have padding behind it."""
+"""MTP shifts labels within the documents of a packed row; each document may be followed by padding."""
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams

@@ -63,5 +63,5 @@ def run(rank, port, tied):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_last_stage_is_saved(tied):
-    """With a tied output layer, and as before with one of its own."""
+    """With a tied output layer, and unchanged with an untied one."""
     mp.spawn(run, args=(29521 + tied, tied), nprocs=2)

@@ -1,18 +1,18 @@
 """Parts of gpu_check.py that need a CUDA device. Each runs in a fork of a process that has imported everything.
 
-run.py          a run: the processes that fork, the parts side by side or alone, what happened
-lines.py        the processes that fork: Megatron over gloo, on its own modules, on Transformer Engine's
+run.py          a run: the fork servers, the parts together or alone, and the events
+lines.py        the fork servers: Megatron over gloo, with its own modules, with Transformer Engine's
 worker.py       the fork of one part
-part.py         what a part is given and returns, and how it starts commands
+part.py         a part's inputs and results, and how it starts commands
 record.py       the JSON file of one part
 page.py         docs/explanation/evidence_gpu.md from the files of several runs
-issue.py        what a run ends with, to paste into an issue
+issue.py        final output of a run, to paste into an issue
 losses.py       losses against float64, their memory and time
 replays.py      sampled and other steps as CUDA graphs
 drafting.py     plain decoding against drafting: CUDA graphs, compiled or not, cuDNN attention, energy, a profile
-divergence.py   how often drafted texts part from plain ones in bfloat16
-training.py     trainings beside the CPU's: depths, losses, FP8, experts, drafters; costs beside Megatron's own MTP
-serving.py      texts that a server drafts
+divergence.py   how often drafted outputs diverge from plain ones in bfloat16
+training.py     training compared with the CPU: MTP layers, losses, FP8, experts, drafters; cost against Megatron's MTP
+serving.py      outputs of a drafting server
 suite.py        unit tests
 
 `PARTS` is the table. Nothing here imports torch.
@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 PACKAGES = {"transformer_engine.pytorch": "transformer-engine"}
-"""Names of distributions, where modules are called otherwise."""
+"""Distribution names that differ from the module names."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Part:
 
     Attributes:
         function: `module:function` of this package, from a `Setting` to what it `Found`.
-        seconds: after which it is killed.
-        given: the function's further arguments.
-        line: the process that it is a fork of, of `lines.LINES`; all are one on a CPU.
-        alone: it is timed, so nothing runs beside it.
-        needs: modules without which it does not run.
+        seconds: time limit.
+        given: additional arguments of the function.
+        line: the process it is forked from, in `lines.LINES`; on a CPU all are one.
+        alone: it is timed, so nothing runs at the same time.
+        needs: modules that it requires.
         only_cuda: it shows nothing on a CPU.
-        short: after which it is killed in a short run; 0 where it is not part of one.
+        short: time limit in a short run; 0 if it is not part of one.
     """
 
     function: str
@@ -52,11 +52,11 @@ class Part:
     short: float = 0.0
 
     def limit(self, short: bool) -> float:
-        """Seconds after which it is killed, in a short run or a whole one."""
+        """Return the time limit in seconds, in a short run or a whole one."""
         return self.short if short else self.seconds
 
     def missing(self, on_cpu: bool) -> str | None:
-        """Why it cannot run in this process; None if it can."""
+        """Return why it cannot run in this process; None if it can."""
         from megatron_mtp.megatron.machine import why_not
 
         if on_cpu and self.only_cuda:
@@ -99,7 +99,7 @@ _UNIT = {
 }
 
 SHORT = 235.0
-"""Seconds of a short run, of which first imports from a cold disk take up to 110."""
+"""Seconds of a short run, including first imports from a cold disk, which take up to 110."""
 
 PARTS = {
     "parity_2": Part(_PARITY, 150, {"depths": 2}, short=60),
@@ -139,4 +139,4 @@ PARTS = {
     "energy": Part("benchmarks.gpu.drafting:energy", 60, alone=True, needs=("zeus",), only_cuda=True),
     "cudnn": Part("benchmarks.gpu.drafting:cudnn", 60, alone=True, only_cuda=True),
 }
-"""First those that are small and only right or wrong, then those that are timed; the most telling first."""
+"""Small correctness checks first, then timed parts; the most informative first."""

@@ -1,6 +1,6 @@
 """How often drafted outputs diverge from plain decoding in bfloat16, where products of more rows round differently.
 
-A small model is trained on this repository's own source for a while; in float32 no text may part.
+A small model is trained briefly on this repository's own source; in float32 no output may diverge.
 """
 
 from pathlib import Path
@@ -59,12 +59,12 @@ def found_of(rows: list[tuple[Any, ...]], goals: list[Goal], steps: int, tokens:
 
 
 def first_other(one: list[int], other: list[int]) -> int:
-    """The number of the first token that differs, from 1; 0 if none does."""
+    """Return the number of the first differing token, from 1; 0 if all are equal."""
     return next((place for place, pair in enumerate(zip(one, other, strict=False), start=1) if pair[0] != pair[1]), 0)
 
 
 def trained(setting: Setting, steps: int) -> Path:
-    """A checkpoint of the small model, in float32."""
+    """Return a float32 checkpoint of the small model."""
     corpus, saved = setting.folder / "corpus", setting.folder / "saved"
     made = f"--input {ROOT / 'megatron_mtp'} --include *.py --vocab-size {ENTRIES} --output-prefix {corpus}"
     setting.run("preprocess", [ROOT / "tools" / "data" / "preprocess.py", *made.split()])

@@ -26,7 +26,7 @@ from megatron_mtp.model.build import join_world
 
 @dataclass(frozen=True)
 class Model:
-    """Random weights whose depths agree with the trunk as often as trained ones do (agreeing.py)."""
+    """Random weights whose MTP layers agree with the trunk as often as trained ones (agreeing.py)."""
 
     layers: int
     hidden: int
@@ -41,19 +41,19 @@ PROMPT = list(range(5, 37))
 
 
 def graphs(setting: Setting) -> Found:
-    """K = 0..4, each with CUDA graphs and without."""
+    """Measure K = 0..4, each with and without CUDA graphs."""
     return drafting(setting, range(DEPTHS + 1))
 
 
 def cudnn(setting: Setting) -> Found:
-    """K = 0 and 3 with cuDNN's attention alone, which builds a plan for every length."""
+    """Measure K = 0 and 3 with only cuDNN attention, which builds a plan for every length."""
     cudnn_first = sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True)
     with cudnn_first, mock.patch.object(cached_attention, "_own_kernels", contextlib.nullcontext):
         return drafting(setting, (0, 3), rounds=1)
 
 
 def fused(setting: Setting) -> Found:
-    """Compare K = 0 and 3 with CUDA graphs, with operations between products compiled and one after the other."""
+    """Compare K = 0 and 3 with CUDA graphs, with operations between products compiled or not."""
     size, work = workload(setting)
     counts, rows, speeds, texts = (0, 3), list[tuple[Any, ...]](), dict[tuple[str, int], float](), list[Any]()
     for name, way in (("one by one", lambda function, _: function), ("compiled", dense_layer.fused)):
@@ -79,7 +79,7 @@ def fused(setting: Setting) -> Found:
 
 
 def drafting(setting: Setting, counts: Sequence[int], rounds: int | None = None) -> Found:
-    """One text, bfloat16, medians over rounds in which all sides take turns."""
+    """Measure one sequence in bfloat16; medians over rounds in which all sides take turns."""
     size, work = workload(setting)
     recorded = steps.can_record(work.runner, Proposer(work.runner, SpeculativeConfig("mtp")), 0)
     bound = bytes_of_a_step(work.runner.model) / copy_bandwidth(2**20 if setting.quick else 2**30)
@@ -97,7 +97,7 @@ def drafting(setting: Setting, counts: Sequence[int], rounds: int | None = None)
 
 
 def workload(setting: Setting, zeros: bool = True) -> tuple[Model, Workload]:
-    """A text of the model's size, as `generate --compare` times it."""
+    """Return a sequence of the model's size, timed as by `generate --compare`."""
     join_world()
     size = QUICK_MODEL if setting.quick else MODEL
     model = agreeing_model(size.layers, size.hidden, size.vocabulary, DEPTHS, NOISE, zeros=zeros)
@@ -106,7 +106,7 @@ def workload(setting: Setting, zeros: bool = True) -> tuple[Model, Workload]:
 
 
 def timed(work: Workload, count: int, graphed: bool = True) -> tuple[list[list[int]], Cost]:
-    """The text with K = `count` and its cost; with graphs where they can be."""
+    """Return the output with K = `count` and its cost; with CUDA graphs where possible."""
     with contextlib.nullcontext() if graphed else mock.patch.object(steps, "can_record", return_value=False):
         return work.timed(config_of(count))
 
@@ -154,7 +154,7 @@ def found_of(
 
 
 def drafting_goals(found: list[dict[str, Any]], graphs: bool) -> list[Goal]:
-    """Check that all sides emit the same text, that graphs pay, and that drafting pays with them."""
+    """Check that all sides output the same text, that graphs pay off, and that drafting pays off with them."""
     goals = [
         Goal("drafting: sides that emit other tokens than plain decoding", sum(not e["as plain"] for e in found), 0)
     ]
@@ -171,7 +171,7 @@ def without_graphs(graphs: bool) -> dict[str, str]:
 
 
 def copy_bandwidth(size: int) -> float:
-    """Bytes a second that a copy on the device reads and writes."""
+    """Return the bytes per second that a copy on the device reads and writes."""
     source = torch.ones(size, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     spent = interleave({"copy": lambda: target.copy_(source)}, 5, 2, torch.cuda.synchronize)
@@ -181,13 +181,13 @@ def copy_bandwidth(size: int) -> float:
 # Energy and a profile
 
 STRETCH = 10.0
-"""Seconds of work over which joules are counted."""
+"""Seconds of work over which energy is measured."""
 
 
 def energy(setting: Setting) -> Found:
-    """Joules a token of plain decoding and of K = 3, each repeated for a while, with CUDA graphs where they can be.
+    """Measure joules per token of plain decoding and of K = 3, repeated for a while, with CUDA graphs where possible.
 
-    No weight is zeros alone, since products with zeros draw less power.
+    No weight is all zeros, since products with zeros draw less power.
     """
     if start_meter()() is None:
         raise NotRunError(NO_METER)
@@ -229,7 +229,7 @@ def profiled(setting: Setting) -> Found:
 
 
 def kernels(averages: Any, steps: int) -> list[tuple[str, float, float]]:
-    """Name, calls a step and microseconds a step, the longest first; on a CPU those of operators."""
+    """Return name, calls per step and microseconds per step, longest first; on a CPU those of operators."""
     field = "self_cpu_time_total" if ON_CPU else "self_device_time_total"
     timed = [(each.key[:60], each.count / steps, getattr(each, field) / steps) for each in averages]
     rows = [row for row in timed if row[2] > 0]

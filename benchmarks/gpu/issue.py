@@ -33,7 +33,7 @@ def block(folder: Path) -> str:
             lines += beside("failed", f"{each.get('line', 'the run'):14}  {each['why']}")
     goals = [(name, goal) for name, *_ in outcomes if name in records for goal in Found.of(records[name]).goals]
     lines += ["", *(f"{name:14}  {goal}" for name, goal in goals)]
-    text = "\n".join(lines).rstrip().replace("`", "'")  # nothing inside closes the fence
+    text = "\n".join(lines).rstrip().replace("`", "'")  # no backquote may close the fence
     return f"\nTo help, paste this block into an issue:\n\n```text\n{text}\n```"
 
 
@@ -53,7 +53,7 @@ def outcome(one: dict[str, Any] | None) -> tuple[str, str]:
 
 
 def card(records: list[dict[str, Any]]) -> str:
-    """The device, and what drives it."""
+    """Return the device and its driver."""
     found = next((one["hardware"] for one in records if one["hardware"] is not None), None)
     if found is None:
         return "no part has found one"
@@ -61,7 +61,7 @@ def card(records: list[dict[str, Any]]) -> str:
 
 
 def named(found: dict[str, str | None]) -> str:
-    """Versions in one line."""
+    """Return versions in one line."""
     return ", ".join(f"{name} {version or 'not installed'}" for name, version in found.items())
 
 

@@ -1,12 +1,12 @@
-"""The processes that fork: each has imported torch, Megatron and the package without touching the device.
+"""Fork servers ("lines"): each has imported torch, Megatron and the package without touching the device.
 
     cpu      Megatron over gloo, without a device
     local    Megatron's own modules, Transformer Engine hidden
     te       Transformer Engine's modules
 
-A first import takes a minute from a cold disk, and two with twenty processes; a fork takes none. Each line listens at
-an address of its run, and ends with the run (tests/support/fork_server.py). After CUDA has started, a fork cannot use
-the device: then a line starts a new process for every command.
+A first import takes a minute from a cold disk, and two minutes in twenty processes; a fork takes no time. Each line
+listens at an address of its run, and ends with the run (tests/support/fork_server.py). Once CUDA is initialized, forks
+cannot use the device: then a line starts a new process for every command.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ from benchmarks.gpu import record
 
 CPU = "cpu"
 LINES = {CPU: {"CUDA_VISIBLE_DEVICES": "", "MEGATRON_MTP_ALLOW_CPU": "1"}, "local": {}, "te": {}}
-"""What the commands of a line have in their environment."""
+"""Environment variables of each line's commands."""
 
 USED = "losses drafting divergence replays training serving suite".split()
 """Modules of this package that parts need."""
@@ -42,10 +42,10 @@ class Lines:
     own: str
 
     def start(self, words: Sequence[object], log: Path, line: str | None = None) -> fork_server.Fork:
-        """Start Python with `words` in a fork, and its output in the log.
+        """Start Python with `words` in a fork, with its output in the log.
 
         Raises:
-            OSError: the line has ended; its log says why.
+            OSError: the line has ended; its log has the reason.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.connect(place(self.address, line or self.own))
@@ -60,14 +60,14 @@ def place(address: str, line: str) -> str:
 
 
 def lines_of(on_cpu: bool) -> dict[str, str]:
-    """The process of each line: without Transformer Engine two are one, without a device all are."""
+    """Return the process of each line: without Transformer Engine two are the same, without a device all are."""
     if on_cpu:
         return dict.fromkeys(LINES, CPU)
     return {line: line for line in LINES} | ({} if find_spec("transformer_engine") else {"te": "local"})
 
 
 def open_lines(address: str, lines: set[str], folder: Path) -> None:
-    """Fork the lines' processes, which listen at once and answer when they have imported everything."""
+    """Fork the lines' processes, which listen at once and respond after importing everything."""
     of_run = os.getpid()
     for line in sorted(lines):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
@@ -78,7 +78,7 @@ def open_lines(address: str, lines: set[str], folder: Path) -> None:
 
 
 def be(line: str, listening: socket.socket, of_run: int, folder: Path) -> None:
-    """The process of a line."""
+    """Run the process of a line."""
     begun = time.monotonic()
     try:
         log = os.open(folder / f"{line}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -100,7 +100,7 @@ def be(line: str, listening: socket.socket, of_run: int, folder: Path) -> None:
 
 
 def take(line: str) -> None:
-    """Make this process one of the line, before it imports Megatron."""
+    """Configure this process for the line, before it imports Megatron."""
     from megatron_mtp.megatron.runtime import hide_transformer_engine
 
     os.environ.update(LINES[line])
@@ -109,7 +109,7 @@ def take(line: str) -> None:
 
 
 def touches_cuda() -> bool:
-    """Whether this process has started the driver, which says so even if torch has not done it."""
+    """Return whether this process has initialized the CUDA driver, even if torch has not."""
     import torch
 
     try:
@@ -121,7 +121,7 @@ def touches_cuda() -> bool:
 
 
 def anew(line: str, *words: str) -> None:
-    """Take this process's place by a new Python that does the words."""
+    """Replace this process by a new Python that runs the words."""
     path = [str(fork_server.ROOT), str(fork_server.ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu.lines", line, *words])

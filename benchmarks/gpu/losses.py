@@ -20,14 +20,15 @@ ALL_LOGITS = "ce, all logits"
 SMALL = 64, 32, 512
 """Tokens, hidden size and entries of a quick run."""
 JUMPING = ("tv",)
-"""Losses whose gradient jumps where two probabilities are equal: among many entries some are, but for their rounding,
-and the definition in float32 is as far from float64. In float32 they are compared at the small size."""
+"""Losses whose gradient jumps where two probabilities are equal. Among many entries some are equal up to rounding, so
+even the definition in float32 deviates from float64. In float32 these losses are compared at the small size.
+"""
 EXACT, ROUNDED = 1e-5, 2.5
-"""The largest error of a gradient in float32; in bfloat16, over that of the definition in bfloat16."""
+"""Largest error of a gradient in float32; in bfloat16, relative to the error of the definition in bfloat16."""
 
 
 def losses(setting: Setting) -> Found:
-    """Values first: a fast loss that is wrong is worth nothing."""
+    """Measure the losses. Correctness comes first: a fast but wrong loss is worthless."""
     exact = against_float64(setting)
     setting.keep(exact)
     fast = memory_and_time(setting)
@@ -54,11 +55,11 @@ def against_float64(setting: Setting) -> Found:
 
 
 Errors = tuple[float, ...]
-"""Of the loss, and of the gradients of states and head."""
+"""Errors of the loss, and of the gradients of states and head."""
 
 
 def errors_of(name: str, dtype: torch.dtype, tokens: int, hidden: int, entries: int) -> tuple[Errors, Errors]:
-    """Return errors of the chunked loss, and of the definition in the same type.
+    """Return errors of the chunked loss, and of the definition in the same dtype.
 
     Both start from the same rounded numbers.
     """
@@ -72,7 +73,7 @@ def errors_of(name: str, dtype: torch.dtype, tokens: int, hidden: int, entries: 
 def defined(
     name: str, states_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor | None, ...]:
-    """Loss and gradients by the definition, all logits at once."""
+    """Return loss and gradients by the definition, with all logits at once."""
     own_NH, own_VH = (each.detach().to(dtype).requires_grad_() for each in (states_NH, weight_VH))
     drafted_K, trunk_NH = torch.arange(len(weight_VH), device=DEVICE), own_NH.detach()
     targets = targets_of(labels_N, dtype)
@@ -92,7 +93,7 @@ def relative(one: Tensor | None, exact: Tensor | None) -> float:
 
 
 def problem(tokens: int, hidden: int, entries: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """States, head and labels; the first two want gradients."""
+    """Return states, head and labels; the first two need gradients."""
     generator = torch.Generator().manual_seed(1)
     states_NH = torch.randn(tokens, hidden, generator=generator).to(DEVICE, dtype).requires_grad_()
     weight_VH = (torch.randn(entries, hidden, generator=generator) / hidden**0.5).to(DEVICE, dtype).requires_grad_()
@@ -100,7 +101,7 @@ def problem(tokens: int, hidden: int, entries: int, dtype: torch.dtype) -> tuple
 
 
 def chunked(name: str, states_NH: Tensor, weight_VH: Tensor, labels_N: Tensor) -> Tensor:
-    """One depth's loss, with its gradients."""
+    """Return one depth's loss, with its gradients."""
     token_loss = depth_loss(MTPConfig(mtp_loss=name))
     teacher = Teacher(states_NH.detach()) if token_loss.needs_teacher else None
     targets = targets_of(labels_N, torch.float32)
@@ -110,14 +111,14 @@ def chunked(name: str, states_NH: Tensor, weight_VH: Tensor, labels_N: Tensor) -
 
 
 def targets_of(labels_N: Tensor, dtype: torch.dtype) -> Targets:
-    """Every position counts the same, and the teacher's states are the depth's in another order."""
+    """Return targets with equal weights, and the depth's states in another order as the teacher's."""
     tokens = len(labels_N)
     ones, scale = torch.ones(tokens, dtype=dtype, device=DEVICE), torch.tensor([1 / tokens], dtype=dtype, device=DEVICE)
     return Targets(labels_N[None], ones[None], scale, torch.arange(tokens, device=DEVICE).flip(0)[None])
 
 
 def memory_and_time(setting: Setting) -> Found:
-    """One depth's loss and its gradients, bfloat16 states and head; 'all logits' is torch's cross-entropy of them."""
+    """Measure one depth's loss and gradients in bfloat16; 'all logits' is torch's cross-entropy."""
     tokens, hidden, entries = (64, 32, 512) if setting.quick else (16384, 2048, 131072)
     states_NH, weight_VH, labels_N = problem(tokens, hidden, entries, torch.bfloat16)
 
@@ -136,7 +137,7 @@ def memory_and_time(setting: Setting) -> Found:
     mib = {name: allocated_peak(step, ON_CPU) for name, step in sides.items()}
     rows = [(name, mib[name], 1000 * seconds[name]) for name in sides]
     goals = []
-    if not setting.quick:  # whose sizes are less than a chunk
+    if not setting.quick:  # its sizes are smaller than a chunk
         ratio = mib["ce"] / mib[ALL_LOGITS]
         goals.append(Goal("losses: memory of ce in chunks over that of all logits", ratio, 0.25))
     return Found(

@@ -11,7 +11,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/explanation/evidence_gpu.md"
 
 
 def records_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """All records, parts in the order of `PARTS`, those of one part by date.
+    """Return all records, parts in the order of `PARTS`, those of one part by date.
 
     Raises:
         ValueError: a folder has none, or a part ran on a CPU.

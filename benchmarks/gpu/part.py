@@ -24,12 +24,12 @@ DEVICE = torch.device("cpu" if ON_CPU else "cuda")
 
 
 class NotRunError(Exception):
-    """Why a part did not run."""
+    """Raised with the reason if a part does not run."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command that runs, and where its output goes."""
+    """A running command, and where its output goes."""
 
     process: fork_server.Fork
     log: Path
@@ -53,12 +53,12 @@ class Setting:
     """Inputs of a part.
 
     Attributes:
-        name: the part's.
+        name: name of the part.
         quick: whether sizes are tiny.
-        folder: takes files, and goes when the part ends.
-        deadline: until when (`time.monotonic`).
-        lines: where its commands are forked: of its own line, or of another one.
-        keep: keeps figures before the part ends.
+        folder: for files; deleted when the part ends.
+        deadline: time limit (`time.monotonic`).
+        lines: fork servers for its commands.
+        keep: saves results before the part ends.
         short: whether the run is a short one.
     """
 

@@ -3,8 +3,8 @@
     {"part", "status", "why", "command", "date", "seconds", "hardware", "versions",
      "results", "tables", "goals", "not run"}
 
-`status` is running, ran, failed, killed or not run. A part that fails or is killed keeps the figures that it had.
-Beside them `events` has a line for everything that happened.
+`status` is running, ran, failed, killed or not run. A part that fails or is killed keeps its results so far.
+Next to the records, `events` has a line for each event.
 """
 
 import json
@@ -17,7 +17,7 @@ from benchmarks.harness import versions
 from megatron_mtp.common.files import written_beside
 
 EVENTS, SCRATCH = "events", ".scratch"
-"""The file of what happened, and how folders end that go with their part."""
+"""The events file, and the suffix of folders that are deleted with their part."""
 ENDED_WELL = ("ran", "not run")
 BLANK: dict[str, Any] = {
     "part": "",
@@ -36,7 +36,7 @@ BLANK: dict[str, Any] = {
 
 
 def begin(part: str, command: str) -> dict[str, Any]:
-    """The record of a part that has just started; `hardware` is added once torch has found the device."""
+    """Return the record of a part that has just started; `hardware` is added once torch has found the device."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return BLANK | {"part": part, "command": command, "date": now, "versions": versions()}
 
@@ -48,7 +48,7 @@ def write(folder: Path, record: dict[str, Any]) -> None:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Raises ValueError where the file is no record."""
+    """Read a record. Raise ValueError if the file is not a record."""
     try:
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         absent = BLANK.keys() - record.keys()
@@ -60,12 +60,12 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def update(folder: Path, part: str, **changes: Any) -> None:
-    """Write what has changed of a part's record."""
+    """Write changes to a part's record."""
     write(folder, read(folder / f"{part}.json") | changes)
 
 
 def end(folder: Path, record: dict[str, Any]) -> None:
-    """Write the record of a part that has ended, and tell of it."""
+    """Write the record of a finished part, and add an event."""
     write(folder, record)
     event(folder, "ended", **{key: record[key] for key in ("part", "status", "seconds", "why", "goals")})
 
@@ -82,5 +82,5 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 
 def parts_of(folder: Path, what: str) -> list[str]:
-    """The parts that have such an event."""
+    """Return the parts that have such an event."""
     return [each["part"] for each in events(folder) if each["what"] == what and "part" in each]

@@ -47,7 +47,7 @@ def expert_replays(setting: Setting, flags: str) -> Found:
 
 
 def replayed(setting: Setting, runner: Runner, kind: str) -> Found:
-    """Texts of every case with graphs against those in Python; the second ones replay from the first step on."""
+    """Compare the outputs of every case with graphs and in Python; the second run replays from the first step on."""
     tokens = 12 if setting.quick else 48
     recorded = batch.can_record(runner, Proposer(runner, SpeculativeConfig("mtp")), 2)
     rows = list[tuple[Any, ...]]()

@@ -1,10 +1,10 @@
 """A run: results of the parts, in a folder that shows the progress at any time.
 
-    PART.json    its record, from its beginning on
-    PART.log     what it printed; LINE.log of the processes that fork
-    events       one JSON object a line: imports, lines, parts that began and ended
+    PART.json    its record, from its start
+    PART.log     its output; LINE.log for the fork servers
+    events       one JSON object per line: imports, lines, parts that started and ended
 
-First the parts of kind `together` run side by side, as many as there are cores; then those that are timed, alone.
+First the parts of kind `together` run concurrently, as many as there are cores; then the timed parts, one at a time.
 """
 
 import os
@@ -21,7 +21,7 @@ from benchmarks.gpu import PARTS, record
 from benchmarks.gpu.lines import CPU, Lines, lines_of, open_lines, touches_cuda
 
 ENVIRONMENT = {
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # is_available asks without starting CUDA
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # makes is_available not initialize CUDA
     "PYTHONUNBUFFERED": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -30,7 +30,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 SPARE, LEAST = 8.0, 15.0
-"""Seconds by which a part should end before it is killed, and that a run needs to begin a part."""
+"""Seconds before its kill at which a part should end, and seconds that a run needs to start a part."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Run:
     """Parts to run, and the deadline (`time.monotonic`).
 
     Attributes:
-        folder: takes all files.
-        parts: their names.
-        command: as it is shown on the page.
+        folder: for all files.
+        parts: names of the parts.
+        command: as shown on the page.
         quick: whether sizes are tiny.
         short: whether parts have the sizes and limits of a short run.
     """
@@ -54,7 +54,7 @@ class Run:
     deadline: float
 
     def carry_out(self) -> None:
-        """Import torch, fork the lines, and run the parts; RuntimeError where torch cannot use the device so."""
+        """Import torch, fork the lines, and run the parts. Raise RuntimeError if torch cannot use the device so."""
         begun = time.monotonic()
         os.environ.update(ENVIRONMENT | ({"CUDA_VISIBLE_DEVICES": ""} if self.on_cpu else {}))
         import torch
@@ -75,7 +75,7 @@ class Run:
         record.event(self.folder, "all ended", seconds=round(time.monotonic() - begun, 1))
 
     def run(self, name: str, lines: Lines) -> None:
-        """Run a part; whatever becomes of it, its record says so."""
+        """Run a part; its record has the result in any case."""
         limit = PARTS[name].limit(self.short)
         seconds = min(limit, self.deadline - time.monotonic())
         started, begun = record.begin(name, self.command), time.monotonic()
@@ -93,7 +93,7 @@ class Run:
         record.end(self.folder, ended)
 
     def outcome(self, name: str, lines: Lines, seconds: float) -> str:
-        """Run a part and describe how its process ended; every process that it started is ended."""
+        """Run a part and describe how its process ended; every process that it started is killed."""
         own_time = max(seconds - SPARE, seconds / 2)
         sizes = [size for size in ("quick", "short") if getattr(self, size)]
         with tempfile.TemporaryDirectory(record.SCRATCH, dir=self.folder) as scratch:

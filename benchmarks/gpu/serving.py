@@ -15,7 +15,7 @@ VERB = ("-m", "megatron_mtp")
 
 
 def serve(setting: Setting) -> Found:
-    """Token ids of `serve --speculative-config` against those of `generate`, float32."""
+    """Compare token ids of `serve --speculative-config` with those of `generate`, in float32."""
     checkpoint = saved(setting, f"{TRAINED} --mtp-num-layers 2", 2 if setting.quick else 40)
     prompts = [f"--prompt-ids={','.join(map(str, prompt))}" for prompt in PROMPTS]
     generate = [*VERB, "generate", "--load", checkpoint, *prompts, "--max-new-tokens", str(TOKENS), "--json"]
@@ -38,7 +38,7 @@ def serve(setting: Setting) -> Found:
 
 
 def address(server: Command, setting: Setting) -> str:
-    """Where it listens, once it says so; RuntimeError if it ends before."""
+    """Return the server's address when it prints it. Raise RuntimeError if it exits first."""
     while not (found := re.search(r"is served at (\S+)", server.log.read_text(errors="replace"))):
         if server.process.poll() is not None:
             server.printed(0, well=())
@@ -49,7 +49,7 @@ def address(server: Command, setting: Setting) -> str:
 
 
 def asked(url: str) -> list[list[int]]:
-    """The tokens of all prompts, in one request."""
+    """Return the tokens of all prompts, from one request."""
     body = {"prompt": PROMPTS, "max_tokens": TOKENS, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)

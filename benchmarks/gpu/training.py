@@ -15,26 +15,26 @@ TRAINED = (
     "--tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --log-interval 1 --eval-interval 1000 "
     "--eval-iters 0"
 )
-"""Sizes that blocks of FP8 divide."""
+"""Sizes that are divisible into FP8 blocks."""
 APART = 4e-2
-"""Nats between two trainings in bfloat16; on a CPU each stays within a fifth of it of the one in float32."""
+"""Largest difference in nats between two bfloat16 trainings; on a CPU each stays within a fifth of it of float32."""
 
 FIRST, SAME = "loss and gradient norm of the first step", 3e-2
-"""What train_step.py calls them, and how far from Megatron's they may be, relatively, in bfloat16."""
+"""The names in train_step.py, and the largest relative difference from Megatron in bfloat16."""
 
 OTHER_STATE = "--dist-ckpt-strictness log_all"
-"""The CPU has saved no state of TE's modules."""
+"""The CPU's checkpoint has no state of TE's modules."""
 
 GATHERED = "--fp8-param-gather --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 
 def parity(setting: Setting, depths: int = 2, flags: str = "", device_flags: str = "", drafter: str = "") -> Found:
-    """The same steps in bfloat16 on this device, with the modules of the part's line, and on the CPU.
+    """Train the same steps in bfloat16 on this device, with the modules of the part's line, and on the CPU.
 
     Args:
-        flags: of both sides, and of the drawing of weights.
-        device_flags: of this device alone.
-        drafter: flags of both sides, but not of the drawing of weights.
+        flags: flags of both sides, and of weight initialization.
+        device_flags: flags only for this device.
+        drafter: flags of both sides, but not of weight initialization.
     """
     return compared(setting, {"device": f"{drafter} {device_flags}"}, drafter, depths, flags, APART)
 
@@ -46,7 +46,9 @@ def eight_bits(setting: Setting, recipe: str, form: str) -> Found:
 
 
 def compared(setting: Setting, sides: dict[str, str], on_cpu: str, depths: int, flags: str, allowed: float) -> Found:
-    """Losses of trunk and depths, step by step, of sides with flags of their own, from weights that the CPU drew."""
+    """Compare losses of trunk and MTP layers, step by step, on sides with different flags, from weights drawn on the
+    CPU.
+    """
     steps = 2 if setting.quick else 50
     both = f"{TRAINED} {flags} " + (f"--mtp-num-layers {depths}" if depths else "")
     begin_at = saved(setting, both, 1, CPU)
@@ -56,7 +58,7 @@ def compared(setting: Setting, sides: dict[str, str], on_cpu: str, depths: int, 
     for number, (name, own) in enumerate(sides.items()):
         started[name] = trained(setting, str(number), f"{both} {own} {other_state}")
     learned, failed = {}, {}
-    for name, (command, metrics) in started.items():  # all come to their end, and disturb nothing later
+    for name, (command, metrics) in started.items():  # wait for all, so that none disturbs later parts
         try:
             command.printed(setting.left)
             learned[name] = losses_of(metrics)
@@ -77,7 +79,7 @@ def saved(setting: Setting, flags: str, steps: int, line: str | None = None) -> 
 
 
 def trained(setting: Setting, name: str, flags: str, line: str | None = None) -> tuple[Command, Path]:
-    """A training that has been started, and the folder of its metrics."""
+    """Return a started training, and the folder of its metrics."""
     metrics = setting.folder / name
     return setting.start(name, pretrain(f"{flags} --mtp-metrics-dir {metrics}"), line), metrics
 
@@ -87,7 +89,7 @@ def pretrain(flags: str) -> list[str]:
 
 
 def of_steps(part: str, learned: "dict[str, Steps]", steps: int, allowed: float, failed: dict[str, str]) -> Found:
-    """The distances of all sides from the CPU, which came to their end."""
+    """Return how far each finished side is from the CPU."""
     apart = {name: distance(learned[name], learned["CPU"]) for name in learned if name != "CPU" and "CPU" in learned}
     logged = list(next(iter(learned.values()))[steps]) if learned else []
     last = [(name, *learned[name][steps].values(), apart.get(name)) for name in learned]
@@ -114,7 +116,7 @@ def losses_of(folder: Path) -> Steps:
 
 
 def distance(ours: Steps, theirs: Steps) -> float:
-    """The largest difference of any loss at any step; NaN where one is, which meets no goal."""
+    """Return the largest difference of any loss at any step; NaN if one is NaN, which meets no goal."""
     if ours.keys() != theirs.keys():
         raise RuntimeError(f"steps {sorted(ours)} against {sorted(theirs)}")
     differences = [abs(ours[step][name] - loss) for step, losses in theirs.items() for name, loss in losses.items()]

@@ -36,7 +36,7 @@ def main(name: str, folder: str, scratch: str, seconds: str, address: str, line:
         update(status="ran")
     except NotRunError as error:
         update(status="not run", why=str(error))
-    except Exception as error:  # whatever a device has to say
+    except Exception as error:  # the device may raise any type
         traceback.print_exc()
         update(status="failed", why=f"{type(error).__name__}: {error}"[:500])
         return 1

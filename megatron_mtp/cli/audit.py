@@ -135,7 +135,7 @@ def _size(count: int) -> str:
 
 
 def _count(found: dict[str, Any]) -> str:
-    """Return `3`, or what config and files say if they differ."""
+    """Return `3`, or both counts if config and files differ."""
     if found["config"] is None or found["config"] == found["files"]:
         return str(found["files"])
     return f"{found['files']} (config: {found['config']})"

@@ -5,7 +5,7 @@ batch.py             shifts that stop at document ends: tokens, labels and masks
 corpus.py            find, list, sample and read documents, and write .bin/.idx in parallel and atomically
 sources.py           the source of every document of a corpus, to report acceptance by source
 named_sources.py     sources of documents, by their lines, folders and files
-prompts.py           prompts from document beginnings or user turns of chats, drawn by seed
+prompts.py           prompts from starts of documents or user turns of chats, drawn by seed
 samples.py           an append-only file of finished samples that survives kills
 messages.py          normalize messages of published chats, or reject them; checks of rendered turns
 chat.py              one chat, from a line of a file

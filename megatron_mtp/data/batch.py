@@ -106,7 +106,7 @@ def depth_batch(batch: dict[str, Any], depths: int, document_BS: Tensor | None =
     inside_DBS = inside_document(labels_BS, depths, document_BS).contiguous()
     if batch["tokens"] is not None:
         tokens_DBS = shifted(batch["tokens"])
-        are_tokens_DBS = (tokens_DBS >= 0).cumprod(0).bool()  # depth d reads the tokens of the depths before it too
+        are_tokens_DBS = (tokens_DBS >= 0).cumprod(0).bool()  # depth d also reads the tokens of earlier depths
         mask_DBS, inside_DBS = mask_DBS * are_tokens_DBS, inside_DBS & are_tokens_DBS
         tokens_DBS = tokens_DBS.clamp(min=0)
     return DepthBatch(
@@ -206,8 +206,8 @@ def positions_of_ranks(offsets: Tensor, ranks: int) -> Tensor:
 
 # --- shifts: the only place where tokens, labels and masks are shifted ------------------------------------------------
 #
-# In: whole sequences (before any context-parallel slicing) and, where documents matter, the document of every position.
-# Out: the same values d positions later, for every depth d = 1 .. D at once; a shift stops at the end of its document.
+# Input: whole sequences (before context-parallel slicing) and, if documents matter, the document of every position.
+# Output: the same values d positions later, for all depths d = 1 .. D; a shift stops at the end of its document.
 #
 # Six positions, two documents [a b c] [d e f], two depths:
 #     values   a b c | d e f
@@ -344,7 +344,7 @@ def _of_all_ranks(positions_S: Tensor, group: ProcessGroup) -> Tensor:
     """Return the positions of every rank, [R, S], on the host."""
     if group.size() == 1:
         return positions_S.unsqueeze(0)
-    own_S = positions_S.to(torch.cuda.current_device())  # NCCL takes nothing else
+    own_S = positions_S.to(torch.cuda.current_device())  # NCCL needs GPU tensors
     of_ranks = [torch.empty_like(own_S) for _ in range(group.size())]
     torch.distributed.all_gather(of_ranks, own_S, group=group)
     return torch.stack(of_ranks).cpu()

@@ -21,7 +21,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         The document indices of every row.
     """
     rows: list[list[int]] = []
-    sizes: list[int] = []  # of the room that rows have left, sorted
+    sizes: list[int] = []  # free space of rows, sorted
     with_room = defaultdict[int, list[int]](list)
     for document in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         place = bisect_left(sizes, lengths[document])

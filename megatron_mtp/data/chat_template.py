@@ -3,7 +3,7 @@ r"""Render and tokenize chats with the tokenizer's own chat template, and find w
     prompt   the messages before it, with the generation prompt     <user>Hi<end><assistant>
     turn     the messages up to it                                  <user>Hi<end><assistant>Hello<end>\n
 
-Generation prompts differ by mode: with nothing, an empty thinking block, or the beginning of a thought. A chat is
+Generation prompts differ by mode: with nothing, an empty thinking block, or the start of a thought. A chat is
 rendered and tokenized once per turn and mode; parts that a text shares with an earlier one are not tokenized again.
 """
 
@@ -22,7 +22,7 @@ GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """The tag around what the assistant writes, if a template has it."""
 
 MODES: tuple[dict[str, Any], ...] = ({}, *({"enable_thinking": on, "thinking": on} for on in (False, True)))
-"""Variables by which generation prompts differ: nothing, an empty thinking block, or the beginning of one."""
+"""Variables by which generation prompts differ: nothing, an empty thinking block, or the start of one."""
 
 
 class Tokenized(NamedTuple):
@@ -114,7 +114,7 @@ class ChatTemplate:
         return self.whole(text)[0]
 
     def whole(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the tokens of a text and the characters of each, cached for texts with the same beginning."""
+        """Return the tokens of a text and the characters of each, cached for texts with the same prefix."""
         made = self.tokens(text, return_offsets_mapping=True)
         ids, characters = list[int](made.input_ids), list[tuple[int, int]](made.offset_mapping)
         places = [place for place, token in enumerate(ids) if token in self.added]

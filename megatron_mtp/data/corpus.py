@@ -149,7 +149,8 @@ def dataset_writer(prefix: str, encoder: Encoder, *more: str, has_modes: bool = 
     """
     os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
     with ExitStack() as renamed:
-        # Without its index a dataset is unreadable: the old index goes first, the new one, entered first, comes last.
+        # Without its index a dataset is unreadable, so the old index is removed first, and the new one, entered first,
+        # is renamed last.
         targets = {kind: Path(f"{prefix}.{kind}") for kind in ("idx", "json", "bin", SOURCES, *more)}
         paths = {kind: str(renamed.enter_context(written_beside(target))) for kind, target in targets.items()}
         yield DatasetWriter(paths, encoder, has_modes)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 OPENED = re.compile(r"[<\[][^<>\[\]/]*(think|thought|reason)[^<>\[\]/]*[>\]]\s*$", re.IGNORECASE)
-"""The beginning of a thought, with which some generation prompts end."""
+"""The start of a thought, at the end of some generation prompts."""
 
 OPEN, CLOSE = "⟦", "⟧"
 
@@ -72,7 +72,7 @@ class ChatEncoder:
             return self.encode(chat, left_out)
         except TurnError as error:
             raise ValueError(f"--chat: {place_of(line)}: {error}.") from error
-        except Exception as error:  # templates refuse roles and orders by exceptions of Jinja
+        except Exception as error:  # chat templates reject roles and their order with various Jinja exceptions
             raise ValueError(
                 f"--chat: the chat template of '{self._tokenizer.name_or_path}' refuses {place_of(line)} "
                 f"({str(error).rstrip('.')}); correct or remove the line, or give a template with {{% generation %}}."
@@ -181,7 +181,7 @@ class ChatEncoder:
         answers = [place for place, message in enumerate(form.messages) if message["role"] == "assistant"]
         blocks_of, prompts = dict[int, list[tuple[int, int]]](), dict[int, ChatPrompt]()
         ids, places = self._template.whole(text)
-        for place in reversed(turns):  # the longest text first, with which later ones begin
+        for place in reversed(turns):  # longest prompt first; later ones are its prefixes
             if len(blocks) == len(answers):
                 own = [blocks[answers.index(place)]]
             else:

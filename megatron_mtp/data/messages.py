@@ -105,7 +105,7 @@ def normal_line(fields: dict[str, Any]) -> list[dict[str, Any]]:
         raise ValueError(
             f"the line has 'weight': {weight!r:.20}, but all chats have equal weight; remove the field or the line"
         )
-    if mask is not None and NAMES.get(str(mask).lower()) != "user":  # NeMo's: the role that is not trained on
+    if mask is not None and NAMES.get(str(mask).lower()) != "user":  # NeMo: the role that is not trained on
         raise ValueError(f"the line has 'mask': {mask!r:.20}, and all but the assistant is masked; remove the field")
     for name, value in fields.items():
         is_list = isinstance(value, list) and all(str(one).lower() in VALUES for one in value)
@@ -167,7 +167,7 @@ def _part(part: Any, where: str) -> str:
 
 
 def _is_trained(fields: dict[str, Any], is_assistant: bool, where: str) -> bool:
-    """Return what the flags of a message say, and remove them from its fields."""
+    """Return the values of a message's flags, and remove them from its fields."""
     said = dict[str, bool]()
     for name in [name for name in fields if FLAG_LIKE.search(name.lower())]:
         value = fields.pop(name)
@@ -243,7 +243,7 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
-# --- what a template makes of a message ------------------------------------------------------------------------------
+# --- how a template renders a message ---------------------------------------------------------------------------------
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message that contain its reasoning."""
@@ -259,7 +259,7 @@ class Texts(NamedTuple):
     """The rendered parts of a turn.
 
     Attributes:
-        supplied: the part in the generation prompt, such as the beginning of a thinking block.
+        supplied: the part in the generation prompt, such as the start of a thinking block.
         written: the part that counts.
         respelled: function that converts a text to the tokens' spelling, because some tokenizers normalize.
     """

@@ -126,7 +126,7 @@ class UserTurns:
         asked, prompted = chat.messages[: turns[number // self.documents % len(turns)] + 1], chat.variables
         try:
             text = apply_template(self._tokenizer, asked, tools=chat.tools, add_generation_prompt=True, **prompted)
-        except Exception as error:  # templates refuse roles and orders by exceptions of Jinja
+        except Exception as error:  # chat templates reject roles and their order with various Jinja exceptions
             raise ValueError(f"--chat: the chat template refuses {place_of(line)} ({error}); correct it.") from error
         ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
         return ids

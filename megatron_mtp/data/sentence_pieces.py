@@ -102,7 +102,7 @@ class SentencePieces:
         return Encoded(input_ids=self._model.encode(text))
 
     def encode_batch_fast(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[Encoded]:
-        """Ids of texts, without tokens at their beginnings and ends."""
+        """Return ids of texts, without start and end tokens."""
         return [self(text) for text in texts]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:

@@ -83,7 +83,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Path
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
     }
-    with written_beside(folder) as partial:  # a reader sees the whole tokenizer or none
+    with written_beside(folder) as partial:  # readers see the complete tokenizer or nothing
         partial.mkdir(parents=True)
         (partial / "tokenizer.json").write_text(bpe.to_str(pretty=True), encoding="utf-8")
         (partial / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -100,7 +100,7 @@ def interruptible(work: Callable[[], None]) -> None:
         except BaseException as error:
             failed.append(error)
 
-    thread = Thread(target=run, daemon=True)  # which ends with the process
+    thread = Thread(target=run, daemon=True)  # ends with the process
     thread.start()
     while thread.is_alive():
         thread.join(0.2)
@@ -180,7 +180,7 @@ def entries(tokenizer: "PreTrainedTokenizerBase") -> int:
 def end_tokens(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
     """Return the ids that end an output: the tokenizer's eos and every `eos_token_id` in the model folder's files.
 
-    A model that chats ends its turns with ids that generation_config.json or config.json lists, beside the eos of the
+    A chat model ends its turns with ids from generation_config.json or config.json, in addition to the eos of the
     tokenizer, which may only end documents.
     """
     folder = Path(tokenizer.name_or_path)

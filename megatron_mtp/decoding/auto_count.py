@@ -247,7 +247,7 @@ class AutoK:
     def _seconds(self) -> list[float]:
         """Return seconds of forwards of 0 ..
 
-        Most drafts: interpolated between frequent ones, or less if few timings say so.
+        Most drafts: interpolated between frequent ones, or less if few timings support it.
         """
         known = {count: _usual(times) for count, times in self._target.items()}
         often = {count: known[count] for count in known if count == 0 or len(self._target[count]) >= FEW_TIMINGS}

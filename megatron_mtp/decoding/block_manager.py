@@ -105,7 +105,7 @@ class BlockManager:
 
         Known blocks keep their rows as long as possible.
         """
-        for block in reversed(held.blocks):  # forget a sequence's end before its beginning
+        for block in reversed(held.blocks):  # forget a sequence from its end
             self._uses[block] -= 1
             if self._uses[block] == 0 and block in self._known_block:
                 self._kept[block] = None

@@ -274,7 +274,7 @@ class Scheduler:
         """Choose which of these run in a forward of at most this many rows, and how many rows of each.
 
         The oldest prompt gets half of the rows. Of the others those with the fewest rows left go first, and the oldest
-        gets what they leave. So a short prompt does not wait for a long one, and a long one goes on whatever comes.
+        gets what they leave. So a short prompt does not wait for a long one, and a long one always progresses.
         """
         oldest, *others = seqs
         if oldest.alone:
@@ -334,7 +334,7 @@ class Scheduler:
         return used is not None
 
     def _go_on(self, prompts: PrefillBatch, seqs: list[Sequence]) -> None:
-        """Go on after parts of these prompts have run: move sequences with complete prompts to decoding."""
+        """Continue after parts of these prompts have run: move sequences with complete prompts to decoding."""
         self._keep_up(prompts, seqs)
         for seq in seqs:
             self._learn(seq, min(seq.run + 1, len(seq.tokens)))

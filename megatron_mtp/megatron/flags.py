@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     # "silent": Megatron accepts the value without an error, and what then happens. "crash": it aborts. Here, silent: 0
-    # or less is no valid count, or disables the feature; crash: seq_length, recompute_num_layers and
+    # or less is not a valid count, or disables the feature; crash: seq_length, recompute_num_layers and
     # distributed_timeout_minutes end in a signal, a hang or a C++ traceback.
     (
         "1 or more",

@@ -14,7 +14,7 @@ PHASES = {
     "train_step": "the first step fails",
     "save_checkpoint": "no checkpoint can be saved to --save {save}",
 }
-"""Functions of Megatron, each with the beginning of the sentence if it is running; the innermost counts. {} is a flag's
+"""Functions of Megatron, each with the start of the sentence if it is running; the innermost counts. {} is a flag's
 value.
 """
 

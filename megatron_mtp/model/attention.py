@@ -117,7 +117,7 @@ class PortableAttention(torch.nn.Module):
         return self._documents(query, key, value, bounds, None).squeeze(1)
 
     def rings(self, positions: int) -> bool:
-        """Return whether keys of so many positions go around the context-parallel ranks, and none gathers them."""
+        """Return whether keys go around the context-parallel ranks at this many positions instead of being gathered."""
         drops = self.dropout and self.training
         return self.cp_group.size() > 1 and positions >= RING_FROM and not drops
 
@@ -136,7 +136,7 @@ class PortableAttention(torch.nn.Module):
         return joined(parts + self.sinks(parts[0])).flatten(2)
 
     def sinks(self, part: "Part") -> "list[Part]":
-        """The part of the heads' sinks beside another one; none without sinks."""
+        """Return the sinks' part of a softmax, to combine with another part; empty without sinks."""
         if self.softmax_offset is None:
             return []
         out_SBNC, log_SBN = part

@@ -62,7 +62,7 @@ def tokens_of_file(path: Path, vocab_size: int, what: str = "--mtp-draft-vocab-f
         what: how messages call the file.
 
     Raises:
-        ValueError: the file cannot be read or is empty, or a line is no id, repeats one or is outside the vocabulary.
+        ValueError: the file cannot be read or is empty, or a line is not an id, repeats one or exceeds the vocabulary.
     """
     try:
         ids = _ids_in(path)

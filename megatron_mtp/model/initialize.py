@@ -221,7 +221,7 @@ class RandomWeights:
         return deviation * self._normal(key, shape, part)
 
     def _of_a_kind(self, begin: float | str | None, key: str, shape: Sequence[int], part: Part) -> Tensor:
-        """A parameter that a kind of drafters has of its own, as `DrafterKind.begins` says."""
+        """A drafter kind's own parameter, initialized by `DrafterKind.begins`."""
         if begin in (0, FIRST_TAP):
             made = torch.zeros(tuple(shape))
             if begin == FIRST_TAP:

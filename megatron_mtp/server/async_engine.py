@@ -133,7 +133,7 @@ class AsyncEngine:
         await outputs.get()
 
     def forget(self, outputs: Outputs) -> None:
-        """Cancel what has not ended, because nobody waits for it."""
+        """Cancel what has not ended, because no client waits for it."""
         self._live.discard(outputs)
         self._commands.put(partial(self._cancel, outputs))
 

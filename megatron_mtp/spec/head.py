@@ -95,7 +95,7 @@ class HeadSpec:
             window=given.get("drafter_window_size"),
             own=own,
         )
-        _ = made.windows  # refused where its layers cannot have them
+        _ = made.windows  # raises if its layers cannot have them
         return made
 
     @property
@@ -169,7 +169,7 @@ def _mask_token(given: int | None, vocabulary: int) -> int:
     return mask
 
 
-# --- draft heads of a run ---------------------------------------------------------------------------------------------
+# --- heads of a run ---------------------------------------------------------------------------------------------------
 
 WITH_MTP = "drafter_beside_mtp"
 """Argument that is true if a drafter is trained together with MTP layers rather than instead of them."""

@@ -35,11 +35,11 @@ class Setting:
 
     Attributes:
         default: value if the flag is not given.
-        help: help text of the flag, with the default; {kinds} stands for the names of the kinds that read it.
+        help: help text of the flag, with the default; {kinds} is replaced by the names of the kinds that read it.
         value_type: type of the value, or of each of several. `bool` makes a switch, which is off by default.
         allowed, choices: allowed values; None and () for all.
         is_list: whether there may be several values.
-        metavar: what stands for the value in the help text.
+        metavar: placeholder for the value in the help text.
         is_kept: whether it is part of the architecture: checkpoints keep it, and `HeadSpec.own` has its value.
         key: its key in config.json of a drafter's folder; None if the `DrafterCodec` of the kind writes and reads it.
     """
@@ -175,7 +175,7 @@ class DrafterKind:
         return "drafter_causal" in self.settings
 
     def own(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of its settings that checkpoints keep, by name; None in `given` stands for the default."""
+        """Return the values of its settings that checkpoints keep, by name; None in `given` means the default."""
         return {name: one.value(given.get(name)) for name, one in self.settings.items() if one.is_kept}
 
     def blocks(self, given: Mapping[str, Any]) -> int | None:

@@ -63,7 +63,7 @@ def set_machine_flags(argv: list[str], on_cpu: bool) -> str | None:
     elif not transformer_engine_works():
         lack, running = TE, "running with Megatron's own modules"
     elif "--transformer-impl local" in " ".join(argv).replace("=", " ") and not fuses_weight_gradients():
-        lack, running = APEX, "running"  # Transformer Engine's layers fuse weight gradients without it
+        lack, running = APEX, "running"  # Transformer Engine's layers fuse weight gradients without Apex
     else:
         return None
     words = flags_without(lack)
@@ -147,7 +147,7 @@ def parse_run_args(
 
     args = parse_and_validate_args(extra_args_provider=add_stored_arguments, args_defaults=args_defaults or {})
     vars(args).update(merged(given, args, settled))
-    check_supported(args)  # older flags now have their newer names
+    check_supported(args)  # by now, older flags have their newer names
     if args.use_checkpoint_args:
         check_flags(args, mtp_config_from_args(args))  # Megatron has now read them from the checkpoint
     return args
@@ -162,7 +162,7 @@ def read_flags(add_arguments: ArgumentsProvider) -> tuple[Namespace, dict[str, A
     given = parse_args(add_arguments)
     unused = without_depths(given) if given.mtp_num_layers == 0 and given.drafter is None else {}
     older = {"position_embedding_type": "rope"} if given.use_rotary_position_embeddings else {}
-    given = with_changes(given, unused | older)  # which Megatron does after it has checked the positions of MTP layers
+    given = with_changes(given, unused | older)  # Megatron does this only after checking the positions of MTP layers
     check_ranges(given)
     check_hub(given)
     given = with_changes(given, of_drafter(given))
@@ -194,7 +194,7 @@ def merged(given: Namespace, validated: Namespace, settled: dict[str, Any]) -> d
         given, settled: results of `read_flags`.
         validated: Megatron's arguments, with the defaults of `stored_values`.
     """
-    has_mask = validated.reset_attention_mask and not settled["reads_chats"]  # attention is causal without one
+    has_mask = validated.reset_attention_mask and not settled["reads_chats"]  # attention without a mask is causal
     changes = {
         **({"mtp_use_repeated_layer": True} if given.mtp_use_repeated_layer else {}),
         **settled,
@@ -219,7 +219,7 @@ def checked_model_config(args: Namespace, **given: Any) -> MTPModelConfig:
     """
     model_config = config_of(args, **given)
     model_config.mtp = mtp_config_from_args(args)
-    args.vocab_size = true_vocab_size(args)  # checkpoints keep the arguments
+    args.vocab_size = true_vocab_size(args)  # checkpoints store the arguments
     model_config.true_vocab_size = args.vocab_size
     model_config.mtp_init_seed = args.seed
     plan = plan_load(args, model_config.mtp)
@@ -267,5 +267,5 @@ def checkpoint_arguments(args: Namespace) -> dict[str, Any]:
         )
     pattern = stored.get("hybrid_layer_pattern")
     if pattern is not None and pattern.count(Symbols.PIPE) + 1 != args.pipeline_model_parallel_size:
-        stored["hybrid_layer_pattern"] = without_stages(pattern)  # Megatron then cuts the trunk evenly
+        stored["hybrid_layer_pattern"] = without_stages(pattern)  # Megatron then splits the trunk evenly
     return stored

@@ -87,7 +87,7 @@ class PackedChats(MegatronDataset):
             ends.append(begin + int(self._held(count)))
             row["position_ids"][begin : ends[-1]] = np.arange(ends[-1] - begin)
             row["documents"][begin : ends[-1]] = self._first + int(self._documents[number])
-        offsets = np.full(length + 1, length, dtype=np.int32)  # as many in every row, so that rows can be stacked
+        offsets = np.full(length + 1, length, dtype=np.int32)  # equal lengths, so that rows can be stacked
         offsets[: len(ends) + 1] = [0, *ends]
         sample = {name: torch.from_numpy(values) for name, values in row.items()}
         sample["loss_mask"] = sample["loss_mask"].float()

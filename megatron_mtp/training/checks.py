@@ -58,7 +58,7 @@ def check_supported(args: Namespace) -> None:
 def check_flags(args: Namespace, settings: MTPConfig) -> None:
     """Raise ValueError at the first flags that contradict each other."""
     if args.split is not None:
-        split_weights(args.split)  # silent: Megatron takes the numbers in any text
+        split_weights(args.split)  # silent: Megatron finds numbers in any text
     check_supported(args)
     _check_folder("--mtp-metrics-dir", args.mtp_metrics_dir)  # ours
     _check_folder("--mtp-state-cache", args.mtp_state_cache)  # ours
@@ -373,7 +373,7 @@ def check_hub(args: Namespace) -> None:
         f"--tokenizer-model is {name}, which is not a folder here, and the Hugging Face Hub cannot be reached or has "
         "no such names; give the folder of a tokenizer."
     )
-    if args.tokenizer_type == "GPT2BPETokenizer":  # with vocabulary files too, Megatron asks for GPT-2's configuration
+    if args.tokenizer_type == "GPT2BPETokenizer":  # even with vocabulary files, Megatron requests GPT-2's config
         name = "gpt2"
         said = (
             "--tokenizer-type is GPT2BPETokenizer, which needs the model gpt2 of the Hugging Face Hub, and that cannot "
@@ -406,7 +406,7 @@ def check_data(args: Namespace, vocabulary: int) -> None:
     for given in (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path):
         check_weights(given or [])
     prefixes = named_prefixes(args)
-    check_needed(args, OF_DATA)  # silent: Megatron makes data up
+    check_needed(args, OF_DATA)  # silent: Megatron uses mock data
     check_data_prefixes(prefixes, vocabulary)
     if args.data_path is not None and args.split is not None:
         check_split(prefixes, args.split)

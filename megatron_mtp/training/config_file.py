@@ -41,7 +41,7 @@ def flags_of(file: Path, parser: ArgumentParser) -> list[str]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
         said = " ".join(str(error).split())
         raise ValueError(f"--config is {file}, which cannot be read as YAML ({said}); correct it.") from error
-    except RecursionError:  # a section may be an alias of one that it is in
+    except RecursionError:  # a section may be an alias of an enclosing one
         raise ValueError(f"--config is {file}, whose sections are nested too deeply; write fewer levels.") from None
     words, seen = [], dict[str, int]()
     for key, value in entries:

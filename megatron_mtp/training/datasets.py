@@ -37,7 +37,7 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
     ).build()
     if repeats and validation is not None:
         validation = SameSamples(validation, samples[1], wanted)
-    # Megatron's loaders refuse a blend of no samples, as with --eval-iters 0.
+    # Megatron's loaders reject a blend without samples, as with --eval-iters 0.
     evaluated = [None if number == 0 else data for number, data in zip(samples[1:], (validation, test), strict=True)]
     return training, *evaluated
 
@@ -51,7 +51,7 @@ def _evaluate_again(args: Namespace) -> None:
     args.consumed_valid_samples = max(args.consumed_valid_samples - again, 0)
 
 
-datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron then calls it on every rank
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # makes Megatron call it on every rank
 
 
 class SameSamples(torch.utils.data.Dataset[Any]):

@@ -23,7 +23,7 @@ OF_OTHER_TRAINERS = {
     "--block-size": "--drafter-steps",
     "--num-anchors": "--drafter-blocks",
     **dict.fromkeys(("--target-model-path", "--verifier-name-or-path", "--model-name-or-path"), _FROM_FOLDER),
-    # configurations of models, papers
+    # model configs, papers
     **dict.fromkeys(("--num-nextn-predict-layers", "--num-mtp-layers", "--mtp-depth"), "--mtp-num-layers"),
     **dict.fromkeys(("--mtp-loss-weight", "--mtp-lambda"), "--mtp-loss-scaling-factor"),
     # transformers, TRL, axolotl, LLaMA-Factory
@@ -53,7 +53,7 @@ def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
     add_foreign_flags(parser, OF_OTHER_TRAINERS)
     parser.parse_args = MethodType(Parser.parse_args, parser)  # type: ignore[method-assign]
     parser.error = MethodType(Parser.error, parser)  # type: ignore[method-assign]  # Megatron's usage is 900 lines
-    for action in parser._actions:  # `--help` of megatron-core 0.19 fails at a percent sign
+    for action in parser._actions:  # in megatron-core 0.19, a percent sign breaks `--help`
         try:
             (action.help or "") % vars(action)
         except (ValueError, TypeError, KeyError):
@@ -66,7 +66,7 @@ def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
         if field.name == "mtp_loss":
             described["metavar"] = "{" + ",".join(LOSSES.names()) + "}"
         names = [flag_of(field.name), *(described.pop(name) for name in ("alias",) if name in described)]
-        for alias in names[1:]:  # Megatron 0.20 has --mtp-hsm, for blocks of its own: ours are built in their place
+        for alias in names[1:]:  # Megatron 0.20 has --mtp-hsm for its own blocks, which ours replace
             if (theirs := parser._option_string_actions.get(alias)) is not None:
                 parser._handle_conflict_resolve(theirs, [(alias, theirs)])
                 parser.set_defaults(**{theirs.dest: theirs.default})

@@ -84,7 +84,7 @@ class ForwardStep:
 
     settings: MTPConfig
     metrics: "Metrics"
-    _named: int | None = field(default=None, init=False)  # the phase that the log named last
+    _named: int | None = field(default=None, init=False)  # the phase that was last logged
     _cache: "StateCache | None" = field(default=None, init=False)
 
     @cached_property
@@ -105,7 +105,7 @@ class ForwardStep:
         args = get_args()
         if len(self._phases) == 1 or args.skip_train:
             return -1
-        step = max(args.curr_iteration, args.iteration)  # a run that goes on behind its last step begins to count at 0
+        step = max(args.curr_iteration, args.iteration)  # a run that starts after its last step counts from 0
         return self.settings.phase_at(step, args.train_iters)
 
     def __call__(
@@ -134,7 +134,7 @@ class ForwardStep:
 
         from megatron_mtp.model.schedule_plan import HeadsSchedulePlan
 
-        outputs: list[ObjectiveOutput] = []  # the plan's last node has to return a tensor, and the loss is one
+        outputs: list[ObjectiveOutput] = []  # the plan's last node must return a tensor, the loss
 
         def loss_of(stage: StageOutput) -> Tensor:
             outputs.append(objective(stage))
@@ -160,7 +160,7 @@ class ForwardStep:
         args = get_args()
         per_token, loss = args.calculate_per_token_loss, output.loss
         if not per_token:
-            loss = loss * args.context_parallel_size  # Megatron takes the mean over ranks, each with a part of the sum
+            loss = loss * args.context_parallel_size  # Megatron averages over ranks, each with a part of the sum
         _validate(loss)
         report = {"lm loss": output.main.report()}
         counts, documents = {}, {}
@@ -197,7 +197,7 @@ class ForwardStep:
     def _objective(self) -> NextTokensObjective:
         """Return the objective of this step."""
         args, settings = get_args(), self.settings
-        step = args.curr_iteration if torch.is_grad_enabled() else 0  # --skip-train knows no step
+        step = args.curr_iteration if torch.is_grad_enabled() else 0  # --skip-train has no step
         progress = step / args.train_iters
         interval = settings.mtp_acceptance_interval
         is_asked_for = interval > 0 and (args.curr_iteration + 1) % interval == 0
@@ -278,7 +278,7 @@ def get_batch(
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
-        cp_size=2,  # only decides whether padded offsets are broadcast; they are needed without context parallelism too
+        cp_size=2,  # only decides whether padded offsets are broadcast; they are always needed
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size,
         seq_length=args.seq_length,
@@ -289,7 +289,7 @@ def get_batch(
     )
     document_BS = None if batch["labels"] is None else _documents(batch)
     if batch["cu_seqlens"] is not None:
-        offsets = loaded if tp_rank == 0 else batch  # the others wait for the broadcast
+        offsets = loaded if tp_rank == 0 else batch  # on other ranks, wait for the broadcast
         batch.update({name: None if batch[name] is None else offsets[name].cpu() for name in OFFSETS})
     keys = keys_of(batch, args.reset_attention_mask) if keeps_states else []
     is_joined, ranks_RS = batch["cu_seqlens"] is not None, None
@@ -334,7 +334,7 @@ def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:
         return None
     bounds, device = _offsets(batch), torch.device(torch.cuda.current_device())
     update_seqlen_stats_from_cu_seqlens(to_device(batch["cu_seqlens"], device))
-    offsets, longest = to_device(bounds, device), int(bounds.diff().max())  # `max_seqlen` may leave out padding
+    offsets, longest = to_device(bounds, device), int(bounds.diff().max())  # `max_seqlen` may omit padding
     padded = None if batch["cu_seqlens_padded"] is None else offsets
     return PackedRows(
         qkv_format="thd",
@@ -344,7 +344,7 @@ def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        # Megatron's own Mamba layers read the document of every position, which is then made of the offsets.
+        # Megatron's own Mamba layers read the document of every position, which is then computed from the offsets.
         total_tokens=None if get_args().hybrid_layer_pattern is None else int(bounds[-1]),
         bounds=bounds,
     )

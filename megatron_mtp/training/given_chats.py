@@ -53,7 +53,7 @@ def _await(prefix: str, done: Path, minutes: int) -> None:
     sizes, since = dict[str, int](), monotonic()
     while not done.is_file():
         known = sizes
-        with suppress(FileNotFoundError):  # a file that is whole has just been renamed
+        with suppress(FileNotFoundError):  # a finished file has just been renamed
             sizes = {file.name: file.stat().st_size for file in done.parent.glob(f"{Path(prefix).name}.*")}
         if sizes != known:
             since = monotonic()

@@ -53,7 +53,7 @@ def check_load(args: Namespace, mends: bool = True) -> None:
     named = {name: Path(given) for name in FLAGS if (given := getattr(args, name)) is not None and "://" not in given}
     found = next((name for name, folder in named.items() if checkpoint_exists(folder)), None)
     if found is None and args.ckpt_step is not None and "load" in named:
-        found = "load"  # Megatron needs no tracker then
+        found = "load"  # then Megatron needs no tracker
     if found is not None:
         _check_checkpoint(args, FLAGS[found], named[found])
     elif "pretrained_checkpoint" in named:
@@ -73,7 +73,7 @@ def _refuse(flag: str, folder: Path) -> NoReturn:
 def _starts_anew(args: Namespace, folder: Path) -> bool:
     """Return whether the run loads from its own save folder and has not saved yet."""
     if args.non_persistent_ckpt_type is not None:
-        return True  # Megatron looks elsewhere first
+        return True  # Megatron checks non-persistent checkpoints first
     is_free = folder.is_dir() or not (folder.exists() or folder.is_symlink())
     is_own = args.save is not None and folder.resolve() == Path(args.save).resolve()
     return is_free and is_own and not (args.skip_train or args.exit_on_missing_checkpoint)
@@ -81,12 +81,12 @@ def _starts_anew(args: Namespace, folder: Path) -> bool:
 
 def _check_checkpoint(args: Namespace, flag: str, folder: Path) -> None:
     try:
-        iteration = named_iteration(folder, args.ckpt_step or None)  # Megatron takes 0 for none
+        iteration = named_iteration(folder, args.ckpt_step or None)  # Megatron treats 0 as unset
         if any(iteration.glob("mp_rank_*")):
             files = sorted(iteration.glob("mp_rank_*/model_optim_rng.pt"))
             if not files:
                 raise ValueError(f"{iteration} has no file mp_rank_*/model_optim_rng.pt; give another checkpoint.")
-            with read_errors(f"{files[0]} cannot be loaded"):  # which Megatron reads before a model is built
+            with read_errors(f"{files[0]} cannot be loaded"):  # Megatron reads it before a model is built
                 found = torch.load(files[0], map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(files[0]))
             _check_layout(args, found.get("args"), iteration)
         elif args.ckpt_format in OTHER_FORMATS and not (iteration / FORMAT).exists():
@@ -152,7 +152,7 @@ def plan_load(args: Namespace, settings: MTPConfig) -> LoadPlan:
 
 
 def _of_layers(plan: LoadPlan, args: Namespace, settings: MTPConfig, name: str, folder: Path) -> LoadPlan:
-    """Return the plan with layers that the iteration lacks, as the argument `name` says."""
+    """Return the plan with layers that the iteration lacks, according to the argument `name`."""
     source = f"{FLAGS[name]} {getattr(args, name)}"
     common: dict[str, Any] = {}
     has_drafter = False
@@ -167,7 +167,7 @@ def _of_layers(plan: LoadPlan, args: Namespace, settings: MTPConfig, name: str, 
     if args.drafter is not None:
         if has_drafter and stored is not None:
             _check_drafter(folder, stored, args)
-        else:  # the stored optimizer knows nothing of it
+        else:  # the stored optimizer has no state for it
             plan = plan.then(
                 f"a new drafter on the trunk of {folder}; starting as with --finetune",
                 absent={of_drafter if has_both(args) else first: (0,)},
@@ -177,7 +177,7 @@ def _of_layers(plan: LoadPlan, args: Namespace, settings: MTPConfig, name: str, 
         plan = _of_changed_layers(plan, args, settings, folder, common)
     if has_drafter and stored is not None and (left_out := _left_out(args, stored)):
         said = f"{folder} has {left_out}, which this run leaves out; starting as with --finetune"
-        plan = plan.then(said, finetune=True)  # the stored optimizer has states of it
+        plan = plan.then(said, finetune=True)  # the stored optimizer has state for it
     if stored is not None and not args.use_checkpoint_args:
         plan = check_positions(plan, args, stored, source)
     return plan
@@ -188,8 +188,8 @@ def _of_changed_layers(
 ) -> LoadPlan:
     """Return the plan with the MTP layers that the checkpoint lacks.
 
-    A run goes on with more or fewer layers: the state of the optimizer is that of the others. From a checkpoint without
-    any it starts anew.
+    A run may continue with more or fewer layers, keeping the optimizer's state of the others. From a checkpoint without
+    any, the optimizer starts from scratch.
 
     Args:
         plan: so far.
@@ -210,7 +210,7 @@ def _of_changed_layers(
         return plan
     if absent and (not stored.layers or not common):
         said = f"MTP layers that {folder} lacks: --mtp-init {settings.mtp_init}; starting as with --finetune"
-        return plan.then(said, finetune=True)  # the stored optimizer knows nothing of the new layers
+        return plan.then(said, finetune=True)  # the stored optimizer has no state for new layers
     if not (plan.finetune or args.no_load_optim) and sharding_type(common) not in (None, "fully_reshardable"):
         raise ValueError(
             f"{folder} has {stored.layers} MTP layers and its optimizer's state in buffers of all parameters, which "
@@ -266,8 +266,8 @@ def _check_layers(args: Namespace, stored: Namespace, said: str) -> None:
         _check_gpt_as_hybrid(own, stored, said)
     if theirs is not None and own is not None:
         (trunk, depths), (stored_trunk, stored_depths) = map(trunk_and_depths, (own, theirs))
-        in_place = args.drafter is not None and not depths  # of the stored MTP layers, which are left out
-        other = stored_depths and depths[:1] != stored_depths[:1]  # --mtp-init makes absent ones
+        in_place = args.drafter is not None and not depths  # the drafter replaces the stored MTP layers
+        other = stored_depths and depths[:1] != stored_depths[:1]  # --mtp-init creates missing ones
         if trunk != stored_trunk or (other and not in_place):
             raise ValueError(
                 f"{said} a hybrid model of layers {theirs}, and --hybrid-layer-pattern is {own}; give the same layers "
@@ -344,7 +344,7 @@ def _of_draft_vocabulary(
         return plan
     _check_slices(tokens, args)
     new_heads = loaded is not None and stored is None
-    starts_anew = new_heads and args.drafter is not None and not plan.finetune  # its optimizer knows no such rows
+    starts_anew = new_heads and args.drafter is not None and not plan.finetune  # its optimizer has no such rows
     begins = "; starting as with --finetune" if starts_anew else ""
     return plan.then(
         f"the MTP layers draft {len(tokens)} of {args.padded_vocab_size} tokens, {source}{begins}",

@@ -177,20 +177,20 @@ class Metrics:
         self.is_validated = False
         self._training = LogWindow()
         self._evaluation = LogWindow()
-        self._data, self._sets = "validation", 0  # what is evaluated on, and how many of its sets are done
+        self._data, self._sets = "validation", 0  # the evaluated data, and how many of its sets are done
         self._is_after_run = False
-        self._began: float | None = None  # of the step that is going on
-        self._seconds: list[float] = []  # of steps since the last row, without evaluations and checkpoints between them
+        self._began: float | None = None  # start of the current step
+        self._seconds: list[float] = []  # steps since the last row, without evaluations and checkpoints in between
         self.unsaved: str | None = None
         self.has_trained = False
         self.mtp_figures: dict[str, float] = {}
         self.step: Step | None = None
-        self._skipped = 0  # steps since the last row whose gradients overflowed
-        self._left_out = 0  # steps since the last row that were not taken
+        self._skipped = 0  # steps since the last row with overflowing gradients
+        self._left_out = 0  # skipped steps since the last row
         self._has_written, self._has_failed = False, False
         self._closing = False
-        self._record: dict[str, Any] | None = None  # of the last evaluation, which is not written yet
-        self._idle = set[str]()  # losses of which it was said that nothing counts
+        self._record: dict[str, Any] | None = None  # of the last evaluation, not written yet
+        self._idle = set[str]()  # losses already reported as having no tokens
 
     def add(
         self, report: dict[str, Tensor], counts: dict[str, Tensor], documents: dict[str, Documents] | None = None
@@ -248,7 +248,7 @@ class Metrics:
         """Megatron's `non_loss_data_func`, called on every rank when the evaluation on one data set is done."""
         window, self._evaluation, args = self._evaluation, LogWindow(), get_args()
         split = self._data
-        if args.multiple_validation_sets:  # with the suffix of Megatron's own figures
+        if args.multiple_validation_sets:  # with the suffix of Megatron's own metrics
             split += f"-{args.validation_set_names[self._sets] if args.validation_set_names else self._sets}"
         measures = self._measure is not None and split.startswith("validation") and not self._sets
         self._publish(split, window, self._measure(model, args) if measures and self._measure else {})
@@ -282,7 +282,7 @@ class Metrics:
             row |= {"step seconds": statistics.median(self._seconds)} if self._seconds else {}
             if self._seconds and self.step is not None and self.step.operations is not None:
                 row[THROUGHPUT] = self.step.operations / row["step seconds"] / get_args().world_size / 1e12
-            # of tensors on a CUDA device, or else of the process
+            # CUDA memory if there is a device, otherwise that of the process
             peak = torch.cuda.max_memory_allocated() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             row["peak memory bytes"] = peak
             self._skipped, self._left_out, self._seconds = 0, 0, []
@@ -312,7 +312,7 @@ class Metrics:
             if split.startswith("validation"):
                 self.validated = record[EXPECTED_LENGTH]
             is_best = self.best is None or (split == "validation" and self.best.improves(record[EXPECTED_LENGTH]))
-            if is_best and lengths is None:  # a record has sources
+            if is_best and lengths is None:  # with context lengths there are no sources to record
                 self._record = record
             if self.best is None:
                 self._keep_record()
@@ -322,7 +322,7 @@ class Metrics:
         if split.startswith("test"):
             figures = losses | figures
         suffix, writer, wandb = "" if split == "training" else f" {split}", get_tensorboard_writer(), get_wandb_writer()
-        for name, value in figures.items():  # what Megatron's loop does not give its writers
+        for name, value in figures.items():  # Megatron's loop does not write these
             if writer:
                 writer.add_scalar(name + suffix, value, iteration)
             if wandb and is_last_rank():
@@ -369,7 +369,7 @@ class Metrics:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not self._has_written:
                 args = get_args()
-                is_evaluated_again = self.step is None and not args.skip_train  # a run that had ended before
+                is_evaluated_again = self.step is None and not args.skip_train  # the run had already ended
                 drop_rows_after(self.folder / METRICS, args.iteration, is_evaluated_again)
                 write_run_record(self.folder, args)
                 self._has_written = True

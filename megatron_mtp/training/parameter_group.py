@@ -142,7 +142,7 @@ def keep_schedule(optimizer: Any) -> None:
 
 def _load_state(optimizer: Any, load: Callable[[Any], None], state: dict[str, Any]) -> None:
     own = [{name: group[name] for name in SCHEDULE if name in group} for group in optimizer.param_groups]
-    schedules = defaultdict[Any, list[dict[str, Any]]](list)  # of groups that differ by schedule alone, in their order
+    schedules = defaultdict[Any, list[dict[str, Any]]](list)  # of groups that differ only in their schedule, in order
     for group, schedule in zip(optimizer.param_groups, own, strict=True):
         schedules[tuple(map(group.get, STRUCTURE))].append(schedule)
     for group in state.get("optimizer", state).get("param_groups", ()):

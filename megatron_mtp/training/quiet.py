@@ -37,7 +37,7 @@ def _own_terminal() -> Iterator[TextIO]:
     """
     sys.stdout.flush()
     is_real = False
-    with suppress(OSError, ValueError):  # a test's, or one without a descriptor
+    with suppress(OSError, ValueError):  # stdout of a test, or one without a descriptor
         is_real = sys.stdout.fileno() == 1
     if not is_real:
         yield sys.stdout
@@ -65,7 +65,7 @@ def _replaced(listing: Listing) -> Iterator[None]:
     for handler in (errors, others):
         handler.setFormatter(logging.Formatter("%(levelname)s:%(name)s:%(message)s"))
     sys.stdout, root.handlers = listing, [errors, others]
-    root.setLevel(logging.INFO)  # which is Megatron's default
+    root.setLevel(logging.INFO)  # Megatron's default
     logging.captureWarnings(True)
     try:
         yield

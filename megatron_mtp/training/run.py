@@ -84,7 +84,7 @@ def _short_log(args: Namespace, argv: list[str], shows_tables: bool) -> ShortLog
     folder = args.mtp_metrics_dir or args.save
     listing = keep_listing(None if folder is None else Path(folder))
     if args.rank == 0 and args.skip_train:
-        say(f"> evaluating {args.load}")  # a large one is read for minutes
+        say(f"> evaluating {args.load}")  # loading a large one takes minutes
     elif args.rank == 0:
         where = "--verbose shows Megatron's listing" if listing is None else f"Megatron's listing: {listing}"
         end = f"sample {samples:,}" if steps is None else f"step {steps}"
@@ -138,14 +138,14 @@ def train(
             )
             metrics.leave_out(get_args().train_iters)
         except SystemExit as end:
-            if end.code == 0:  # --exit-interval and its like end the loop so, on all ranks together
+            if end.code == 0:  # --exit-interval and similar flags end the loop this way, on all ranks
                 _end(metrics)
                 if metrics.unsaved is not None:
                     raise InputError(f"{metrics.unsaved}; free some, and run the command again.") from None
             raise
         finally:
             step.close()
-    if metrics.best is not None and get_args().do_valid:  # the last state is saved by now, and evaluated
+    if metrics.best is not None and get_args().do_valid:  # by now the last state is saved and evaluated
         assert metrics.step is not None
         if metrics.best.learn(metrics.step.number, metrics.validated):
             metrics.keep_best()
@@ -187,7 +187,7 @@ def join_single_process() -> None:
 
 # --- Megatron's loop, observed: metrics and short log receive the arguments of its functions -------------------------
 #
-# The loop has no callbacks. It looks its own functions up by name in its module, so wrappers there see every call; the
+# The loop has no callbacks. It looks up its own functions by name in its module, so wrappers there see every call; the
 # functions are rows of `patches.loop.LOOP`.
 
 
@@ -207,7 +207,7 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False, settings: MTPCon
         "training_log": partial(_logged_steps, metrics),
         "evaluate_and_print_results": partial(_evaluations, metrics),
         "save_checkpoint_and_time": partial(_saves, metrics, shows_checkpoints),
-        # Megatron's count for its log: of every pass of a repeated layer, and not of --mtp-num-layers
+        # Megatron's FLOP count for its log, for every pass of a repeated layer instead of --mtp-num-layers
         "num_floating_point_operations": lambda count: (
             lambda args, *rest, **named: count(with_passes(args), *rest, **named)
         ),
@@ -318,9 +318,9 @@ def _evaluations(metrics: Metrics, evaluate_and_print_results: AnyFunction) -> A
         is_after_run = prefix.endswith(" set")
         if (
             is_after_run and data == "validation" and metrics.is_validated
-        ):  # other batches, under the same name and step
+        ):  # different batches, under the same name and step
             return
-        if data == "test":  # Megatron would write it as "validation"; ours has its name
+        if data == "test":  # Megatron would log it as "validation"
             named["write_to_tensorboard"] = False
         metrics.begin_evaluation(data, is_after_run)
         evaluate_and_print_results(prefix, *rest, **named)
@@ -397,7 +397,7 @@ def _saves(metrics: Metrics, shows: bool, save_checkpoint_and_time: AnyFunction)
             if args.world_size > 1 or args.mtp_patience is not None or step >= args.train_iters:
                 raise InputError(f"{metrics.unsaved}; free some, and run the command again.") from error
             say(f"> {metrics.unsaved}; the run goes on to its next save")
-            timers = get_timers()  # as the end of the function leaves them
+            timers = get_timers()  # leave timers as the function does at its end
             timers("save-checkpoint").stop(barrier=False)
             timers("interval-time", log_level=0).start(barrier=True)
             return

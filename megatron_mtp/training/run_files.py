@@ -45,8 +45,8 @@ def row_of(line: str | bytes) -> Row | None:
         figures = [value for key, value in row.items() if key not in ("iteration", "split")]
         whole = type(row["iteration"]) is int and row["iteration"] >= 0 and SPLIT.fullmatch(row["split"]) is not None
         numbers = [row["iteration"], *(one for one in figures if not isinstance(one, float))]
-        whole = whole and all(type(one) is int and -(2**63) <= one < 2**63 for one in numbers)  # JSON has any size
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # also numbers with thousands of digits
+        whole = whole and all(type(one) is int and -(2**63) <= one < 2**63 for one in numbers)  # JSON has no limit
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # also for thousands of digits
         return None
     return dict(row) if whole else None
 
@@ -106,7 +106,7 @@ def write_run_record(folder: Path, args: Namespace) -> None:
         "command": list(sys.argv),
         "versions": versions,
     }
-    earlier: list[Any] = []  # of a run that is resumed; none where the file is not there or damaged
+    earlier: list[Any] = []  # of the resumed run; empty if the file is missing or damaged
     if args.iteration:
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             found = json.loads((folder / RECORD).read_text(encoding="utf-8"))["starts"]

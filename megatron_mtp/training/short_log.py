@@ -78,7 +78,7 @@ class Listing(io.TextIOBase):
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  # as long as the run
+                self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  # open during the run
             self._file.write(text)
             self._file.flush()
         except OSError as error:
@@ -93,7 +93,7 @@ class Listing(io.TextIOBase):
     @override
     def close(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # a full disk: `write` has reported it
+            with suppress(OSError):  # full disk, which `write` has reported
                 self._file.close()
         super().close()
 
@@ -135,7 +135,7 @@ class ShortLog:
     def __init__(self, shows_tables: bool = True) -> None:
         self._shows_tables = shows_tables
         self._bar: tqdm[Any] | None = None
-        self._batches, self._said = 0, 0.0  # of this evaluation, and when a line had their number
+        self._batches, self._said = 0, 0.0  # of this evaluation; time of the last line about it
 
     def interval(self, row: dict[str, Any], rates: "dict[str, AcceptanceStats]") -> None:
         """Print a line of training, on the last rank, which has the losses."""
@@ -160,7 +160,7 @@ class ShortLog:
             self._batches, self._said = 0, time.monotonic()
         self._bar.update()
         self._batches += 1
-        if self._bar.disable and time.monotonic() - self._said > SILENCE:  # no terminal: a log file, a job
+        if self._bar.disable and time.monotonic() - self._said > SILENCE:  # no terminal, such as a log file or a job
             self._said = time.monotonic()
             say(f"> evaluating: {self._batches} {'' if self._bar.total is None else f'of {self._bar.total} '}batches")
 

@@ -30,7 +30,7 @@ from megatron_mtp.training.short_log import keep_traceback, last_words
 PACKAGE = Path(__file__).parents[1]
 
 MOST_NAMED, FARTHEST = 4, 8
-"""Limits of a useful message: a line that names more flags, and callers farther out, say little about the mistake."""
+"""Limits of a useful message: a line that names more flags, and outer callers, do not explain the mistake."""
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def _sentence(program: str, error: BaseException, has_started: bool) -> str | No
     variables = (one for frame in reversed(frames) for one in frame.f_locals.values())
     args = next((one for one in variables if isinstance(one, Namespace) and hasattr(one, "save")), Namespace())
     is_saving = "save_checkpoint" in running
-    if is_saving and args.save is None:  # without --save Megatron saves before it stops over a loss alone
+    if is_saving and args.save is None:  # Megatron saves before it stops only because of a loss
         return DIVERGED
     if not is_saving and running[-1] == "validate_result" and args.rerun_mode == "disabled":
         return DIVERGED
@@ -113,7 +113,7 @@ def _named_flags(parser: ArgumentParser, error: BaseException, args: Namespace) 
     """Return flags that the message names or quotes, or else the innermost statement that reads some, with values.
 
     A statement reads flags that have nothing to do with the mistake too: those at their defaults are left out, unless
-    the message says that one is missing.
+    the message reports a missing one.
     """
     flags = {action.dest: action.option_strings[0] for action in parser._actions}
     switches = {action.dest: action.default for action in parser._actions if action.nargs == 0}

@@ -100,7 +100,7 @@ class StateCache:
     def _forward(self, *given: Any, **named: Any) -> Any:
         """Replace the decoder's forward."""
         rows, self._rows, self._last = self._rows, Rows([], False), self._rows
-        if not rows.keys:  # not of a batch
+        if not rows.keys:  # this forward pass is not for a batch
             return self._decode(*given, **named)
         if self._is_there(rows):
             hidden_SBH, *states = (self._own_part(self._read(rows, column), rows) for column in self.columns)
@@ -117,7 +117,7 @@ class StateCache:
         """Return whether the trunk need not run; the same on all ranks that compute it together."""
         lacks = self.store.missing(rows.keys, self.columns)
         if lacks:
-            self.store.refresh()  # other ranks write as well
+            self.store.refresh()  # other ranks also write
             lacks = self.store.missing(rows.keys, self.columns)
         return not _on_some_rank(lacks)
 
@@ -189,7 +189,7 @@ def _on_some_rank(is_missing: bool) -> bool:
     return is_missing
 
 
-# --- what the states are of -------------------------------------------------------------------------------------------
+# --- identity of the states -------------------------------------------------------------------------------------------
 
 
 def _identity(model: nn.Module, args: Namespace) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def _digest_of_trunk(model: nn.Module, args: Namespace) -> str:
                 made.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     digests: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(digests, made.hexdigest())
-    return blake2b("".join(sorted({*digests})).encode(), digest_size=16).hexdigest()  # replicas count once
+    return blake2b("".join(sorted({*digests})).encode(), digest_size=16).hexdigest()  # count replicas once
 
 
 def _digest_of_tokenizer(args: Namespace) -> str:

@@ -56,8 +56,8 @@ class StateStore:
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
         self.folder = folder
-        self._places: dict[str, dict[bytes, tuple[Path, int]]] = {}  # column, key: shard and row
-        self._new: dict[str, dict[bytes, Tensor]] = {}  # column, key: not written yet
+        self._places: dict[str, dict[bytes, tuple[Path, int]]] = {}  # by column and key: shard and row
+        self._new: dict[str, dict[bytes, Tensor]] = {}  # by column and key: not written yet
         self._size, self._files = 0, dict[Path, Any]()
         file = folder / MANIFEST
         if not file.is_file():

@@ -53,7 +53,7 @@ class TextDataset(GPTDataset):
         return []
 
 
-# --- answers of the model itself -------------------------------------------------------------------------------------
+# --- the model's own answers ------------------------------------------------------------------------------------------
 
 
 class AnswersDataset(TextDataset):
@@ -121,7 +121,7 @@ def read_answers(prefix: str) -> np.ndarray:
     return found
 
 
-# --- text that is cut once --------------------------------------------------------------------------------------------
+# --- text that is split once ------------------------------------------------------------------------------------------
 
 
 class _CutOnce(GPTDataset):

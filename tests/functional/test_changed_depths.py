@@ -94,13 +94,13 @@ def check(folder: Path, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", tiered(CASES, ("one less",)))
-def test_a_run_goes_on_with_other_mtp_layers(case: str, tmp_path: Path) -> None:
+def test_a_run_resumes_with_other_mtp_layers(case: str, tmp_path: Path) -> None:
     check(tmp_path, CASES[case])
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", MORE)
-def test_a_run_of_any_kind_goes_on_with_other_mtp_layers(case: str, tmp_path: Path) -> None:
+def test_a_run_of_any_kind_resumes_with_other_mtp_layers(case: str, tmp_path: Path) -> None:
     check(tmp_path, MORE[case])
 
 

@@ -109,7 +109,7 @@ def test_depths_alone_are_saved_and_resumed_where_a_stage_has_nothing_to_train(
     assert [name for name, value in expected.items() if not torch.equal(tensors[name], value)] == []
 
 
-def test_bad_input_over_two_processes_is_said_once(tmp_path: Path) -> None:
+def test_bad_input_over_two_processes_is_reported_once(tmp_path: Path) -> None:
     flags = ["--mtp-architecture", "diagonal", "--train-iters", "2", "--eval-interval", "2"]
     command = launch.pretrain(*flags, processes=2)
     process = launch.start(command, tmp_path / "log")

@@ -92,7 +92,7 @@ def test_a_run_resumes_to_the_same_bits(trained: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", tiered([SLICES, STAGES], (STAGES,)))
-def test_two_ranks_go_on_with_what_one_has_trained(trained: Path, tmp_path: Path, layout: str) -> None:
+def test_two_ranks_resume_what_one_has_trained(trained: Path, tmp_path: Path, layout: str) -> None:
     flags = ["--load", f"{trained}/drafter", "--ckpt-step", str(HALF), "--save", f"{tmp_path}/resumed"]
     launch.run(command(*flags, *layout.split(), *DRAFTER, processes=2), tmp_path / "log")
     ours, theirs = (tensors_of(folder) for folder in (tmp_path / "resumed", trained / "drafter"))
@@ -514,7 +514,7 @@ def test_both_get_a_draft_vocabulary_that_neither_had(trained: Path, tmp_path: P
     tiered([(MTP, "a drafter"), (DRAFTER, "MTP layers"), ([], "MTP layers and a drafter")], [(MTP, "a drafter")]),
     ids=["MTP layers", "drafter", "trunk"],
 )
-def test_a_run_goes_on_with_one_of_both_and_says_what_it_leaves_out(
+def test_a_run_resumes_with_one_of_both_and_prints_what_it_drops(
     beside: Path, tmp_path: Path, flags: list[str], left_out: str, finetunes: list[str]
 ) -> None:
     given = ["--load", f"{beside}/both", "--save", f"{tmp_path}/one", *flags, *finetunes, *STILL]

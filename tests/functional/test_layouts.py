@@ -137,7 +137,7 @@ def test_a_layout_loads_the_checkpoints_of_all_layouts(records: Records, model: 
 
 
 @pytest.mark.parametrize(("model", "source", "target"), [tiered(move, move == FIRST_MOVE) for move in MOVES])
-def test_training_goes_on_in_another_layout(records: Records, model: str, source: str, target: str) -> None:
+def test_training_resumes_in_another_layout(records: Records, model: str, source: str, target: str) -> None:
     """The optimizer moves too: the next step equals that of one uninterrupted process."""
     moved = records.of(f"move/{model}/{source}/{target}")
     saved = records.of(f"train/{model}/{source}")["weights"]

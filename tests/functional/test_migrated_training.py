@@ -78,7 +78,7 @@ def both(folder: Path, model: str, run: str, before: Layout = Layout(), after: L
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_other_form_goes_on_with_the_same_losses(case: str, tmp_path: Path) -> None:
+def test_the_other_form_resumes_with_the_same_losses(case: str, tmp_path: Path) -> None:
     both(tmp_path, *CASES[case])
 
 
@@ -103,6 +103,6 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_the_other_form_goes_on_in_any_layout(case: str, tmp_path: Path) -> None:
+def test_the_other_form_resumes_in_any_layout(case: str, tmp_path: Path) -> None:
     model, run, before, after = LAYOUTS[case]
     both(tmp_path, f"{model} {NO_DROPOUT}", run, before, after)

@@ -248,7 +248,7 @@ def test_curl_reads_the_stream(served: Served) -> None:
     assert events[-1]["choices"][0]["finish_reason"] in ("length", "stop")
 
 
-def test_hostile_bodies_get_the_apis_error_and_the_server_goes_on(served: Served) -> None:
+def test_hostile_bodies_get_an_api_error_and_the_server_continues(served: Served) -> None:
     hostile: list[tuple[bytes, int]] = [
         (b'{"prompt": "a', 400),
         (b'{"prompt": "a", "temperature": NaN}', 400),

@@ -10,7 +10,7 @@ from megatron_mtp.checkpoint.hf.quantized import COMPRESSED
 
 
 def families_table(families: Iterable[Family]) -> str:
-    """Markdown, a row per family: its models, `model_type`s and depths, and whether Megatron trains it here."""
+    """Return a Markdown row per family: its models, `model_type`s, MTP layers, and whether Megatron trains it."""
     rows = [
         (
             family.title,
@@ -25,7 +25,7 @@ def families_table(families: Iterable[Family]) -> str:
 
 
 def trained_table(families: Iterable[Family]) -> str:
-    """Markdown, a row per form that a trained model can take: the models, the `model_type`, the engines."""
+    """Return a Markdown row per form that a trained model can take: the models, the `model_type`, the engines."""
     rows = [
         (family.trained.models, _code(family.model_types[:1]), ", ".join(family.trained.engines))
         for family in families
@@ -40,7 +40,7 @@ STANDINGS = {
     "carried": "Megatron cannot run the trunk's layers: they are stored unchanged",
     "refused": "no conversion; `audit` compares a folder with the class",
 }
-"""What a class of models can be here, and what that means."""
+"""Support levels of a class of models, and their meaning."""
 
 
 def standing(model_type: str) -> str:
@@ -54,10 +54,10 @@ def standing(model_type: str) -> str:
 
 
 def classes_table(classes: Mapping[str, Sequence[str]]) -> str:
-    """Markdown, a row per standing: the number of classes, and their names without those that are refused.
+    """Return a Markdown row per support level: the number of classes, and their names unless they are rejected.
 
     Args:
-        classes: the `model_type`s of every class; the first that is known counts.
+        classes: the `model_type`s of every class; the first known one counts.
     """
     best = {name: min(map(standing, types), key=list(STANDINGS).index) for name, types in classes.items()}
     counts = Counter(best.values())
@@ -66,7 +66,7 @@ def classes_table(classes: Mapping[str, Sequence[str]]) -> str:
 
 
 def forms_table() -> str:
-    """Markdown, a row per form of quantized weights: tensors, methods, what is done with it here, and the engines."""
+    """Return a Markdown row per quantized format: tensors, methods, support here, and the engines."""
     rows = [
         (
             form.name,

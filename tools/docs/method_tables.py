@@ -15,7 +15,7 @@ BEGIN, END = "<!-- written by tools/docs/method_tables.py -->\n", "\n<!-- end --
 
 
 def updated(page: str) -> str:
-    """The page with new tables between the two marks."""
+    """Return the page with new tables between the two marks."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END, 1)
     return before + BEGIN + tables() + END + after
@@ -47,7 +47,7 @@ def tables() -> str:
 
 
 def _alike(keys: Mapping[str, Foreign]) -> dict[Foreign, list[str]]:
-    """Names of equal keys."""
+    """Return the names of equal keys."""
     made: dict[Foreign, list[str]] = {}
     for name, key in keys.items():
         made.setdefault(key, []).append(name)

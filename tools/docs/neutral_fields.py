@@ -15,14 +15,14 @@ HEAD = "| value | both endpoints | completions alone | chats alone |\n|---|---|-
 
 
 def updated(page: str) -> str:
-    """The page with a new table between the two marks."""
+    """Return the page with a new table between the two marks."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END, 1)
     return before + BEGIN + table() + END + after
 
 
 def table() -> str:
-    """A row for each value that changes nothing, with the fields that may have it."""
+    """Return a row for each value without effect, with the fields that may have it."""
     completions, chats = _fields(CompletionBody), _fields(ChatBody)
     rows = [
         " | ".join((f"| `{value}`", *map(_listed, (own & other, own - other, other - own)))) + " |"
@@ -33,7 +33,7 @@ def table() -> str:
 
 
 def _fields(body: type[Body]) -> defaultdict[str, set[str]]:
-    """The fields of each value, as JSON has it."""
+    """Return the fields of each value, written as JSON."""
     found = defaultdict[str, set[str]](set)
     for name, values in body.neutral.items():
         for value in values if name not in body.model_fields else ():

@@ -5,7 +5,7 @@ A record is the last line that a benchmark prints, or the one of `megatron-mtp d
     python benchmarks/train_step.py | tail -n 1 > benchmarks/results/train_step.json
     python tools/docs/number_tables.py
 
-A table of a page stands between `<!-- benchmarks/results/NAME.json, table 1 -->` and `<!-- end -->`. The first table
+A page has a table between `<!-- benchmarks/results/NAME.json, table 1 -->` and `<!-- end -->`. The first table
 of docs/explanation/evidence.md, between `<!-- summary -->` and `<!-- end -->`, has a row for each of `SUMMARY`,
 computed from the same records and from the tables of docs/explanation/evidence_gpu.md.
 """
@@ -36,19 +36,19 @@ ALL_ACCEPTED = "random weights, every draft accepted"
 
 
 def updated(page: str) -> str:
-    """A page with the records' tables between the marks."""
+    """Return a page with the records' tables between the marks."""
     page = SUMMARIZED.sub(lambda mark: f"{mark[1]}{summary()}\n{mark[2]}", page)
     return MARKS.sub(lambda mark: f"{mark[1]}{written(mark[2], int(mark[3]))}\n{mark[4]}", page)
 
 
 def written(record: str, number: int) -> str:
-    """A table of a record, counted from 1, as Markdown."""
+    """Return a table of a record, counted from 1, as Markdown."""
     found = table(record, number)
     return markdown(found["header"], found["rows"])
 
 
 def table(record: str, number: int = 1) -> dict[str, Any]:
-    """A table of a record, counted from 1: header and rows."""
+    """Return a table of a record, counted from 1: header and rows."""
     found: dict[str, Any] = json.loads((ROOT / record).read_text(encoding="utf-8"))["tables"][number - 1]
     return found
 
@@ -61,13 +61,13 @@ def markdown(header: list[Any], rows: list[list[Any]]) -> str:
 
 
 def rows_of(name: str, number: int = 1) -> list[list[Any]]:
-    """Rows of a record's table."""
+    """Return the rows of a record's table."""
     rows: list[list[Any]] = table(f"benchmarks/results/{name}.json", number)["rows"]
     return rows
 
 
 def span(values: list[float], digits: int = 2) -> str:
-    """The least and the largest value."""
+    """Return the smallest and the largest value."""
     least, most = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
     return least if least == most else f"{least} to {most}"
 
@@ -84,7 +84,7 @@ def memory_of_a_layer() -> str:
 
 
 def drafting(name: str, texts: int) -> str:
-    """The rate of automatic K and of the best fixed K over plain decoding."""
+    """Return the rate of automatic K and of the best fixed K relative to plain decoding."""
     _, plain, best, count, length, auto, _ = next(row for row in rows_of(name) if row[0] == texts)
     return f"{best / plain:.2f} times with {count} (accepted length {length}), {auto / plain:.2f} with K auto"
 
@@ -155,11 +155,11 @@ SUMMARY: list[tuple[str, Callable[[], str], str]] = [
     ),
     ("agreement between layouts", layouts, "[layouts](#layouts-against-one-process)"),
 ]
-"""What the first table asks, its answer from the records, and the section."""
+"""Questions of the first table, their answers from the records, and the sections."""
 
 
 def summary() -> str:
-    """The first table of the page."""
+    """Return the first table of the page."""
     return markdown(["question", "answer", ""], [[what, answer(), where] for what, answer, where in SUMMARY])
 
 

@@ -19,14 +19,14 @@ OURS, THEIRS, SLOWER = "#2b6cb0", "#a0aec0", "#cbd5e0"
 
 
 def rows(record: str) -> list[list[Any]]:
-    """The first table of a record."""
+    """Return the first table of a record."""
     found = json.loads((ROOT / f"benchmarks/results/{record}.json").read_text(encoding="utf-8"))
     table: list[list[Any]] = found["tables"][0]["rows"]
     return table
 
 
 def draw() -> Any:
-    """Memory of an MTP layer and of Megatron's; tokens per second with a trained head and without drafts."""
+    """Draw memory of an MTP layer and of Megatron's; tokens per second with a trained head and without drafts."""
     pyplot.rcParams |= {"svg.hashsalt": "megatron-mtp", "svg.fonttype": "none", "font.size": 9, "axes.titlesize": 9.5}
     figure, (memory, decoding) = pyplot.subplots(1, 2, figsize=(8.6, 2.7), layout="constrained")
     layers = [row for row in rows("mtp_memory") if row[0].endswith(VOCABULARY)]
@@ -44,7 +44,7 @@ def draw() -> Any:
 
 
 def bars(axes: Any, groups: list[str], sides: dict[str, tuple[list[float], str]]) -> None:
-    """A group of bars for every setting, a bar for every side, each with its value above it."""
+    """Draw a group of bars per setting and a bar per side, each with its value above it."""
     width = 0.8 / len(sides)
     for place, (name, (values, color)) in enumerate(sides.items()):
         at = [group + (place - (len(sides) - 1) / 2) * width for group in range(len(groups))]

@@ -16,7 +16,7 @@ OUTSIDE = {
     "studies/results.md": "explanation/studies.md",
     "integrations/README.md": "guides/integrations.md",
 }
-"""Page of the repository to its place on the site."""
+"""Pages of the repository, and their place on the site."""
 
 WHENCE = {place: page for page, place in OUTSIDE.items()}
 MODULES = "reference/api"
@@ -24,7 +24,7 @@ LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages from outside, and those of the modules with their index."""
+    """Add pages from outside docs/, and module pages with their index."""
     made = {place: (ROOT / page).read_text(encoding="utf-8") for page, place in OUTSIDE.items()}
     modules = {name: first_line(path) for path in (ROOT / "megatron_mtp").rglob("*.py") if (name := public_name(path))}
     made |= {f"{MODULES}/{name}.md": f"# `{name}`\n\n::: {name}\n" for name in modules}
@@ -36,13 +36,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn links between files of the repository into links of the site; what is not on it keeps its words."""
+    """Turn links between files of the repository into links of the site; links to files outside of it become text."""
     place = page.file.src_uri
     return markdown if place.startswith(MODULES) else LINK.sub(lambda link: linked(link, place), markdown)
 
 
 def linked(link: re.Match[str], place: str) -> str:
-    """A link of the page at this place of the site."""
+    """Return a link of the page at this place of the site."""
     words, target, anchor = link[1], link[2], link[3] or ""
     if "://" in target or not target:
         return link[0]
@@ -54,7 +54,7 @@ def linked(link: re.Match[str], place: str) -> str:
 
 
 def public_name(path: Path) -> str:
-    """The name of a module; nothing for one whose name begins with an underscore."""
+    """Return a module's name; "" if it starts with an underscore."""
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     return "" if "._" in name else name
 

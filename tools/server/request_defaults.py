@@ -14,7 +14,7 @@ from typing import Any
 
 TARGET = Path(__file__).resolve().parents[2] / "megatron_mtp/server/request_defaults.py"
 ENDPOINTS = {"completions": "CompletionRequest", "chat": "ChatCompletionRequest"}
-"""Path of the API -> class of both engines."""
+"""API paths, and the class of both engines."""
 
 HEAD = '''"""Defaults of the fields of other engines' requests; written by tools/server/request_defaults.py.
 
@@ -28,9 +28,9 @@ from typing import Any
 
 
 def defaults(source: str, name: str) -> dict[str, list[Any]]:
-    """The values of each field of a class, inherited ones too, that are as good as leaving it out; null is not listed.
+    """Return, for each field of a class and its bases, the values that equal leaving it out; null is not listed.
 
-    False is such a value of a flag whose default is null.
+    False is such a value for a flag whose default is null.
     """
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     if name not in classes:
@@ -62,7 +62,7 @@ def _default(value: ast.expr | None) -> Any:
 
 
 def merged(wheels: list[Path]) -> tuple[list[str], dict[str, dict[str, list[Any]]]]:
-    """Wheels with their versions, and of each endpoint the values that any of them takes for the default."""
+    """Return wheels with their versions, and for each endpoint the values that any of them treats as the default."""
     sources, found = [], {endpoint: dict[str, list[Any]]() for endpoint in ENDPOINTS}
     for wheel in wheels:
         name, version = wheel.name.split("-")[:2]
@@ -78,7 +78,7 @@ def merged(wheels: list[Path]) -> tuple[list[str], dict[str, dict[str, list[Any]
 
 
 def written(sources: list[str], found: dict[str, dict[str, list[Any]]]) -> str:
-    """The module."""
+    """Return the module's source."""
     rows = [
         f"{endpoint.upper()}: dict[str, tuple[Any, ...]] = {{\n"
         + "".join(f'    "{field}": {_row(values)},\n' for field, values in sorted(fields.items()))

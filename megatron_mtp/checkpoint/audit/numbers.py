@@ -223,7 +223,7 @@ def _is_end(side: Side, name: str) -> bool:
 
 
 def _head(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
-    """Report a head that equals the embedding, although the config says that they are not tied."""
+    """Report a head that equals the embedding, although the config does not tie them."""
     embedding, head = (
         next((name for name in bits if side.parts.of(name).kind == kind), None) for kind in (EMBEDDING, HEAD)
     )

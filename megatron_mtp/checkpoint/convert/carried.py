@@ -172,7 +172,7 @@ def _of_depths(
             continue
         others = [frozenset(one) for other, one in inside.items() if other != depth]
         nearest = min(forms, key=lambda form: len(form ^ own.keys()), default=frozenset())
-        if own.keys() not in others:  # depths are alike
+        if own.keys() not in others:  # MTP layers have the same tensors
             nearest = min((one for one in others if own.keys() < one), key=len, default=nearest)
         elsewhere = frozenset[str]().union(*others)
         other = [rest for rest in own if rest not in sizes and rest not in elsewhere]

@@ -43,7 +43,7 @@ def settings_of(args: Namespace) -> ModelSettings:
     Raise ValueError if Megatron rejects the arguments.
     """
 
-    with contextlib.redirect_stdout(io.StringIO()):  # Megatron lists all arguments
+    with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all arguments
         config = config_of(completed(args))
     names = {field.name for field in fields(config)} - {field.name for field in fields(DepthFields)}
     found = {**vars(config.transformer), **{name: getattr(config, name) for name in sorted(names)}}
@@ -72,7 +72,7 @@ def _in_one_form(found: ModelSettings) -> ModelSettings:
         "no_rope_freq": unplaced if not isinstance(unplaced, list) or any(unplaced) else None,
         "moe_router_group_topk": found["moe_router_group_topk"] if groups > 1 else None,
         **({"rope_type": "yarn" if _scales(found) else "rope"} if found["multi_latent_attention"] else {}),
-        # with one MTP layer if there are any: the tensors show how many
+        # one MTP layer, if any: the number is seen in the tensors
         **({"hybrid_layer_pattern": "/".join(without_stages(pattern).split("/")[:2])} if pattern else {}),
     }
 

@@ -110,7 +110,7 @@ class DrafterCodec(ABC):
 
     @abstractmethod
     def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
-        """Return the settings that only this kind has, by flag name, but for those with a `Setting.key`.
+        """Return the settings that only this kind has, by flag name, except those with a `Setting.key`.
 
         Raises:
             ValueError: the trunk of these arguments does not support such a drafter.
@@ -145,7 +145,7 @@ class BlockCodec(DrafterCodec):
         rows = kind.drafts + kind.idle_rows
         is_causal: dict[str, Any] = {"is_causal": bool(kind.causal)}
         inner = {**self.inner(kind), "causal": bool(kind.causal)}
-        if kind.causal == CAUSAL_IN_WINDOWS:  # engines take layers so where no key is for them all
+        if kind.causal == CAUSAL_IN_WINDOWS:  # what engines assume without a key for all layers
             is_causal = {NON_CAUSAL: False}
             del inner["causal"]
         if kind.window is not None:

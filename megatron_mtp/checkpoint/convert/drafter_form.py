@@ -200,7 +200,7 @@ def head_key(reader: DistReader) -> str:
     return next((key for key in (HEAD, OUTPUT) if reader.holds(key)), EMBEDDING)
 
 
-# --- reading one ----------------------------------------------------------------------------------------------------
+# --- reading a folder ------------------------------------------------------------------------------------------------
 
 
 def trunk_of(path: Path) -> Namespace:

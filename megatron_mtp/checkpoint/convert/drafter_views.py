@@ -110,7 +110,7 @@ def layers_in(path: Path, row: DrafterKind, keys: dict[str, Any]) -> dict[str, A
     return found
 
 
-# --- settings with a key of their own ---------------------------------------------------------------------------------
+# --- settings with their own key --------------------------------------------------------------------------------------
 
 
 def keys_of_settings(kind: HeadSpec) -> dict[str, Any]:

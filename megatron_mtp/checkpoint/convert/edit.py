@@ -178,7 +178,7 @@ def plan_dropping(source: Path, keep: int) -> Conversion:
         if ((depth := depth_of(key)) is not None and depth < keep) or (key == DRAFT_VOCABULARY and keep)
     ]
     arguments: dict[str, Any] = {"mtp_num_layers": keep or None, **ONE_PASS}
-    if (pattern := pattern_of(reader)) is not None:  # it names the layers of every MTP layer behind a slash
+    if (pattern := pattern_of(reader)) is not None:  # it names the layers of each MTP layer after a slash
         arguments["hybrid_layer_pattern"] = "/".join(pattern.split("/")[: 1 + keep])
     dropped = _carried_parts(reader, source, keep)
     return changed(reader, source, NewDrafts(keep, kept, {"depths": keep}, arguments, dropped))

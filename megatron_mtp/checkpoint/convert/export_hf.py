@@ -188,7 +188,7 @@ class Export:
         key = stored_key(rule.mcore[0], self.reader) if rule.mcore else None
         entries = []
         for tensor in rule.hf:
-            if key is None:  # zeros
+            if key is None:  # no stored tensor: zeros
                 entries.append(Entry([tensor.name], tensor.shape or (), torch.float32))
                 continue
             shape = self.reader.shape(key) if tensor.shape is None else tensor.shape

@@ -154,7 +154,7 @@ def _attention(
     _, vectors_HH = torch.linalg.eigh(best_HX @ sums.uu @ best_HX.T)
     kept_HR = vectors_HH[:, -groups * channels :]
     value_RX = kept_HR.T @ best_HX
-    larger = (value_RX.std() / kept_HR.std()).sqrt()  # both sides alike, since one learning rate trains both
+    larger = (value_RX.std() / kept_HR.std()).sqrt()  # equal size on both sides, since they share a learning rate
     value_GCX = (value_RX / larger).view(groups, channels, -1)
     drawn = RandomWeights.of(args, args.num_layers, seed)
     qkv, proj = (
@@ -167,7 +167,7 @@ def _attention(
     common_H = torch.nn.functional.normalize(embedded_H, dim=0).cpu()
     for group in range(groups):
         random_CH = normal_by_name(f"{seed}/{QKV}/{group}", channels, hidden)
-        random_CH -= (random_CH @ common_H).unsqueeze(1) * common_H  # which would make all tokens alike
+        random_CH -= (random_CH @ common_H).unsqueeze(1) * common_H  # the shared direction would make all tokens alike
         key_CH = torch.linalg.qr(random_CH.T)[0].T * sqrt(SCORE / sqrt(channels))
         qkv_GMCX[group, [0, -2], :, :hidden], qkv_GMCX[group, [0, -2], :, hidden:] = key_CH, 0
         qkv_GMCX[group, -1] = value_GCX[group].float()

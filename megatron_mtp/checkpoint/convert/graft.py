@@ -76,7 +76,7 @@ OF_TOKENS = {"vocab_size", "max_position_embeddings"}
 _OWN_ROWS = re.compile(r"\b(word_embeddings|output_layer|embed_tokens|shared_head\.output)\.weight$")
 """Embedding and head of an MTP layer, where it does not use the trunk's."""
 _OUTSIDE = re.compile(rf"^.*\blayers\.\d+\.({SHARDED_TF_LAYER}\.)?")
-"""What stands before a tensor's name in its layer."""
+"""Prefix of a tensor's name in its layer."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ def plan_graft(donor: Path, target: Path, options: Options, trust_remote_code: b
 
     def keep(folder: Path) -> None:
         trunk.keep(folder)
-        # copies of embedding and head in the donor's folder that the target's family has in MTP layers, too
+        # copies of embedding and head that both the donor's folder and the target's family have in MTP layers
         added = given.features & trunk.has & COPIES.keys()
         if given.carried is not None:
             added = given.features - STORED_HEAD.keys()

@@ -55,7 +55,7 @@ def kept_form(folder: Path) -> HFForm | None:
         return None
     keys, layout = read_json(kept / CONFIG), kept_origin(kept).get("layout", {})
     HFConfig.from_keys(keys, str(kept / CONFIG))
-    # The tensors of the checkpoint are whole, whether they were decoded or the config alone said FP8.
+    # The checkpoint's tensors are not quantized: either they were decoded, or only the config declared FP8.
     return HFForm(without_quantization(keys), tuple(layout.get("features", ())), tuple(layout.get("carried", ())), kept)
 
 

@@ -71,14 +71,14 @@ def plan_migration(source: Path, to_hybrid: bool) -> Conversion:
     keys: dict[str, list[str]] = {}
     taken: set[str] = set()
     for key in (*reader.keys, *reader.state_keys):
-        if taken.isdisjoint(names := renamed(key)):  # of two old keys for the same tensor the first stays
+        if taken.isdisjoint(names := renamed(key)):  # if two old keys name the same tensor, keep the first
             keys[key] = names
             taken.update(names)
     depths = 1 if old.mtp_num_layers and getattr(old, "mtp_use_repeated_layer", False) else old.mtp_num_layers or 0
     halves.check((key for names in keys.values() for key in names) if to_hybrid else keys, depths, str(source))
     metadata = {**UNTRAINED["content_metadata"], **(common.get("content_metadata") or {})}
     metadata |= {} if (form := sharding_type(common)) is None else {"distrib_optim_sharding_type": form}
-    metadata |= {} if to_hybrid else {"non_homogeneous_layers": True}  # every layer has tensors of its own
+    metadata |= {} if to_hybrid else {"non_homogeneous_layers": True}  # layers are stored as separate tensors
     common = {**common, "args": new, "content_metadata": metadata}
     kept = ((key, stored) for key, stored in reader.objects.items() if to_hybrid or key != HEAD_STATE)
     objects = {name: stored for key, stored in kept for name in renamed(key)}

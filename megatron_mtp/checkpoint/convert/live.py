@@ -168,7 +168,7 @@ class LiveReader(DistReader):
         entries: dict[str, Any] = {str(i): unwrap_model(chunk).sharded_state_dict() for i, chunk in enumerate(chunks)}
         apply_factories(entries)
         attached = {f"{name}." for chunk in chunks for name in getattr(unwrap_model(chunk), SPECS, {})}
-        left_out = tuple(attached - renamed.keys())  # drafters, which have folders of their own
+        left_out = tuple(attached - renamed.keys())  # drafters, which are exported to their own folders
         self._held: dict[tuple[str, Shape], Tensor] = {}
         described: list[tuple[str, Shape, Shape, Shape, torch.dtype]] = []
         for entry in nested_values(entries):
@@ -185,7 +185,7 @@ class LiveReader(DistReader):
             ranks = [[]] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(ranks, described)
         self._owner: dict[tuple[str, Shape], int] = {}
-        catalogue: dict[str, TensorStorageMetadata] = {}  # as a checkpoint's; of equal chunks the first rank's
+        catalogue: dict[str, TensorStorageMetadata] = {}  # checkpoint metadata; of equal chunks, the first rank's
         for rank, chunks_of_rank in enumerate(ranks):
             for key, whole, offset, shape, dtype in chunks_of_rank:
                 if (key, offset) in self._owner:

@@ -102,7 +102,7 @@ def _read(model: Chunks, head: str | None) -> tuple[DrafterForm, LiveReader]:
     drafters: dict[str, tuple[str, HeadSpec]] = {}
     for chunk in chunks:
         own = {name: block.drafter for name, block in chunk.named_children() if isinstance(block, DrafterBlock)}
-        own |= getattr(chunk, SPECS, {})  # of a stage that has none of the drafters
+        own |= getattr(chunk, SPECS, {})  # specs on a stage without drafters
         drafters |= {name.removeprefix("drafter_"): (name, drafter) for name, drafter in own.items()}
     if not drafters:
         raise ValueError("the model has no drafter; give attach settings with one, MTPConfig(drafter=...).")

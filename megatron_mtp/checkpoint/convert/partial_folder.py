@@ -48,9 +48,9 @@ class PartialFolder:
     def _begin(self, text: str, resume: bool) -> None:
         target = self.target
         if resume and not self.path.exists() and _planned(target) == text:
-            target.rename(self.path)  # killed before the records were removed
+            target.rename(self.path)  # killed before it removed the records
         _check_empty(target)
-        blank = {RECORDS, f"{PLAN}.partial"}  # what a killed run leaves that had not yet written its plan
+        blank = {RECORDS, f"{PLAN}.partial"}  # left by a run that was killed before it wrote its plan
         self.resumed = self.path.exists() and not {path.name for path in self.path.rglob("*")} <= blank
         if self.resumed and not resume:
             raise ValueError(f"{self.path} is left from an interrupted conversion; add --resume, or remove it.")

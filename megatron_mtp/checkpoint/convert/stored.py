@@ -79,7 +79,7 @@ def beside(model: HFModel, reader: DistReader) -> HFModel:
     """Return a folder's model with rules for this checkpoint, which may lack zero biases and carried tensors."""
     features = (model.layout.features | set(zero_features(reader))) - lost_features(reader)
     layout = replace(model.layout, features=features)
-    if model.family.untrainable is None:  # Megatron has trained it, and does not save what surrounds a text model
+    if model.family.untrainable is None:  # from a Megatron run, which does not save what surrounds a text model
         held = tuple(name for name in layout.carried if reader.holds(f"{CARRIED}{name}"))
         layout = replace(layout, carried=held)
     return replace(model, layout=layout, rules=model.family.all_rules(model.config, layout))

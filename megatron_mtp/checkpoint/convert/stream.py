@@ -204,7 +204,7 @@ class Conversion:
         folder = PartialFolder(target, self.sources[0], self.record, options.resume)
         files, budget = self.files(folder, options), Budget()
         if self.begin is not None:
-            self.begin()  # here, not in a worker, which Ctrl-C does not stop
+            self.begin()  # not in a worker, which Ctrl-C does not stop
         work = [
             (sum(group.size for group in part), partial(_write_part, files, number, part, budget))
             for number, part in enumerate(self.parts)
@@ -239,7 +239,7 @@ def _write_part(files: Files, number: int, groups: list[Group], budget: "Budget"
                     yield entry, tensor
             report(group.size)
 
-    with closing(made()) as tensors:  # where writing fails, the room is free at once for other workers
+    with closing(made()) as tensors:  # if writing fails, release the memory for other workers
         return {"files": files.write(number, tensors), "not finite": odd}
 
 
@@ -271,7 +271,7 @@ class CheckpointFiles:
         self._folder, self._iteration, self._common, self._objects = folder, iteration, common, objects
         self._inside = folder / (RELEASE if iteration == RELEASE else f"iter_{int(iteration):07d}")
         self._inside.mkdir(exist_ok=True)
-        torch.serialization.set_crc32_options(False)  # torch never checks these sums; making them takes half the time
+        torch.serialization.set_crc32_options(False)  # torch never checks these CRCs, and they take half the time
 
     def write(self, part: int, made: Made) -> list[dict[str, Any]]:
         """Write a file; its record describes every chunk."""
@@ -365,7 +365,7 @@ def run_parts(
             if record is not None:
                 print(f"> part {index} of {partial.path} is damaged; making it again", file=sys.stderr)
             partial.keep(index, work(report))
-            return partial.record(index)  # as read from the file: a pickle shows whether strings are shared
+            return partial.record(index)  # read back from the file: pickling depends on whether strings are shared
 
         with ThreadPoolExecutor(workers) as pool:
             futures = [pool.submit(run, index, *part) for index, part in enumerate(parts)]

@@ -1,6 +1,6 @@
 """The model families that convert, by the `model_type` of their `config.json`.
 
-Each family is a row of a table that declares everything about it; `FILES` says which file has the row. Other packages
+Each family is a row of a table that declares everything about it; `FILES` lists the file of each row. Other packages
 add one with an entry point of the group `megatron_mtp.families`. A file is imported when one of its families is looked
 up, and torch and transformers' classes when a tensor is converted or defaults are needed, so `--help` lists the
 families quickly.

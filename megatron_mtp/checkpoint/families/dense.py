@@ -59,7 +59,7 @@ class MiMoConfig(Qwen2Config):
 
 _ministral_windows = partial(windows_by_type, lambda index: True)
 _three_windows = partial(windows_by_type, lambda index: bool(index % 4))
-"""Three windows after each full attention, unless the config says otherwise."""
+"""Three windows after each full attention, unless the config has other types."""
 
 
 def _unplaced(config: HFConfig) -> list[bool]:

@@ -21,10 +21,10 @@ class Described:
         title: the family's name.
         model_types: values of `model_type`.
         reason: why it does not convert.
-        at: pattern of the beginning of a depth's tensors, searched for in their names. Its group `k` is the depth's
+        at: pattern of the start of a depth's tensor names, searched for in their names. Its group `k` is the depth's
             number, its group `n` that of a layer, counted on from the trunk's; without either it is depth 0. None if
             the folder has no MTP layers.
-        frame: modules around a depth's layer, without which it drafts nothing; one with a dot at its beginning is not
+        frame: modules around a depth's layer, without which it drafts nothing; one with a leading dot is not
             under the depth's prefix.
         keys: config keys that hold the number of MTP layers.
         default: number of MTP layers where the config has none of the keys; None if the tensors decide.

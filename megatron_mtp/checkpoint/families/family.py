@@ -72,21 +72,21 @@ class Depths:
         prefix: HF's prefix of a depth: {k} is its index, {n} that of a layer counted on from the trunk's, {model} the
             trunk's prefix.
         names: HF's modules around the layer: norms of embedding and hidden state, projection, and the norm before the
-            head, None without one. A name with a dot at its beginning is not under the prefix.
+            head, None without one. A name with a leading dot is not under the prefix.
         keys: config keys that hold the number of MTP layers; an export writes the first.
         default: number of MTP layers where the config has none of the keys; None if the tensors alone decide.
         published: number of MTP layers that published folders hold without a key that counts them; 0 if one does.
         layers_key: config key that holds the layers of a depth by Megatron's symbols; None if all MTP layers are alike.
         limit: largest number of MTP layers that a folder can hold; None for any.
-        carried: matches the beginning of a carried tensor's name if it is a depth's; the group is the depth's index, 0
+        carried: matches the start of a carried tensor's name if it is a depth's; the group is the depth's index, 0
             if it is empty, counted on from the trunk's layers where the prefix has {n}. None if no depth is carried.
-        inner: beginnings of names inside of a carried depth's layer, and those of the same weights in the trunk's
+        inner: prefixes of names inside a carried depth's layer, and those of the same weights in the trunk's
             layers; empty where they are the same.
         embedding_first: whether the projection in the folder has the embedding half first, as Megatron's has.
         before_norm: whether the trunk's hidden state enters the first depth before the final norm, not after it.
-        served: beginnings of module names under the prefix, and of vLLM's names where they are other ones, by which it
+        served: prefixes of module names under the prefix, and of vLLM's names if they differ, by which it
             reads lists of unquantized modules; the first that fits counts.
-        never_quantized: matches a module of a depth that engines never quantize, whatever the lists say; None if none.
+        never_quantized: matches a module of a depth that engines never quantize, whatever is listed; None if none.
     """
 
     pattern: str = r"\.layers\.(\d+)\.eh_proj\.weight$"
@@ -184,7 +184,7 @@ class Family:
         carried: patterns of tensors to store unchanged if no rule names them: vision towers, and trunk layers that
             Megatron cannot run.
         depths: how the folders store MTP layers; None if they cannot.
-        attached: the rules with MTP layers stored as `ATTACHED` says; None if folders have their own, or no rule.
+        attached: the rules with MTP layers in the form of `ATTACHED`; None if folders have their own, or no rule.
         flags: Megatron's flags that build the model; None if Megatron cannot run the trunk.
         untrainable: why Megatron cannot run the trunk; None if it can.
         trained: the form that a model trained by Megatron takes in this family; None if there is none.

@@ -119,7 +119,7 @@ def mamba_rules(place: Place, config: HFConfig) -> list[Rule]:
 
 
 def _split(hf: str, mcore: str, rows: dict[str, int], rest: Shape, how: Map | None = None) -> Rule:
-    """Cut an HF tensor into Megatron's; the parts are consecutive in HF unless `how` says otherwise."""
+    """Cut an HF tensor into Megatron's; the parts are consecutive in HF unless `how` is given."""
     pieces = tuple(Piece(f"{mcore}{part}", (count, *rest)) for part, count in rows.items())
     return Rule((HFTensor(hf, (sum(rows.values()), *rest)),), pieces, how or Split(tuple(rows.values())))
 

@@ -76,7 +76,7 @@ def _qwen_flags(config: HFConfig) -> list[str]:
 
 
 def _dots_windows(config: HFConfig) -> list[bool]:
-    """Return the windows: from layer `max_window_layers` on, unless `layer_types` says otherwise."""
+    """Return the windows: from layer `max_window_layers` on, unless `layer_types` is set."""
     first = config.integer("max_window_layers", default=62, least=0)
     return windows_by_type(lambda index: index >= first, config)
 

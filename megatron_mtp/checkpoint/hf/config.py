@@ -21,7 +21,7 @@ TEXT_KEYS = ("text_config", "llm_config")
 LARGEST = 2**31
 """No size of a model is larger; a config with a larger one is corrupted."""
 LFS = b"version https://git-lfs.github.com/spec"
-"""Beginning of the placeholder for a file that `git lfs` has not fetched."""
+"""First bytes of the placeholder for a file that `git lfs` has not fetched."""
 _BESIDE_ROPE = ("rope_theta", "partial_rotary_factor")
 _ROPE_PLACES = ("rope_scaling", "rope_parameters")
 _ORIGINAL = "original_max_position_embeddings"
@@ -53,7 +53,7 @@ class HFConfig:
     def from_keys(cls, whole: Any, source: str = CONFIG) -> "HFConfig":
         """Make a config from parsed JSON; the text model's keys may be under `text_config`.
 
-        A head is tied if either part says so: transformers writes true next to `text_config`, and false into it.
+        A head is tied if either part has it set: transformers writes true next to `text_config`, and false into it.
 
         Raises:
             ValueError: it is not an object, or has no `model_type`.

@@ -91,7 +91,7 @@ class HFFolder:
 
     Args:
         folder: the folder.
-        numbers: what its config says of quantized numbers.
+        numbers: settings of its config for quantized numbers.
         tied: whether the head is the embedding, so that an index may list a head that no file holds.
         faults: takes what is wrong, with the names of the tensors that are not known for it, and all else is listed;
             None to raise the first fault.
@@ -100,7 +100,7 @@ class HFFolder:
         tensors: whole and quantized weights, by name.
         quantized: those that are decoded.
         buffers: names of the buffers that the files hold, and that no loader reads.
-        shadowed: of tensors that lie in several files, the file that the index names, and another one, by name.
+        shadowed: for tensors in several files: the file that the index names, and another one, by name.
 
     Raises:
         MisfitError: tensors of a quantized weight do not fit each other.
@@ -231,7 +231,7 @@ class HFFolder:
     def pieces(self, name: str) -> Iterator[Tensor]:
         """Read a tensor that is not quantized, in order, at most `PIECE` bytes or one row at a time.
 
-        The file is mapped anew for every piece: mapped pages that were read count as memory until then.
+        The file is mapped again for every piece: mapped pages that were read count as memory until then.
         """
         stored = self.tensors[name]
         if stored.bytes <= PIECE:

@@ -46,7 +46,7 @@ class Quantized:
     Attributes:
         forms: the forms that it fits; it is decoded by the first. With a fault, the nearest form.
         parts: names of the tensors, by part; the numbers come first.
-        shape: of the weight; None if the form does not tell it.
+        shape: of the weight; None if the form does not determine it.
         dtype: of the weight that `decode` makes.
         numbers: what decoding needs in addition to tensors.
         fault: why the tensors make no weight, a sentence that begins with a name; empty if they do.
@@ -85,7 +85,7 @@ def quantized_weights(
 
     Args:
         stored: shape and type of every tensor.
-        numbers: what the config says of quantized numbers.
+        numbers: the config's settings for quantized numbers.
         read: reads a tensor by name: the shape of packed integers is stored in one.
     """
     weights: dict[str, Quantized] = {}
@@ -181,7 +181,7 @@ class QuantizationSettings:
 
     Attributes:
         keys: their keys, as one object; empty without a word.
-        source: the file that says it.
+        source: the file that has them.
     """
 
     keys: dict[str, Any] = field(default_factory=dict)
@@ -189,7 +189,7 @@ class QuantizationSettings:
 
     @classmethod
     def of(cls, folder: Path, keys: dict[str, Any]) -> "QuantizationSettings":
-        """Read what a folder says in its `config.json`, which has these keys, and in side files.
+        """Read the settings in a folder's `config.json`, which has these keys, and in side files.
 
         Raises:
             ValueError: a side file is damaged.
@@ -274,7 +274,7 @@ class QuantizationSettings:
         return sorted(lost) + [one for one in patterns if not any(names(one, module, method) for module in modules)]
 
     def promised(self, module: str) -> list[Form] | None:
-        """The forms that a module's weight may have; None if that is not said here; empty if it is not quantized."""
+        """The forms that a module's weight may have; None if not listed here; empty if it is not quantized."""
         if any(self.keys.get(key) for key in SELECTIVE) or not self.keys:
             return None
         if self.listing(module) is not None:
@@ -319,7 +319,7 @@ def names(entry: str, module: str, method: str) -> bool:
     """True if an entry of a list names a module.
 
     Args:
-        entry: a name, `re:` and a regular expression from the name's beginning, or a pattern with `*`.
+        entry: a name, `re:` and a regular expression from the start of the name, or a pattern with `*`.
         module: `model.layers.0.mlp.up_proj`.
         method: the `quant_method`; compressed-tensors compares whole names, others parts of a path.
     """
@@ -358,7 +358,7 @@ def _matches(pattern: str, module: str) -> bool:
 
 
 def readable_methods() -> list[str]:
-    """Beginnings of the methods that are read; tensors decide how."""
+    """Prefixes of the methods that are read; tensors decide how."""
     methods = [one for form in FORMS if form.decode is not None for one in form.methods]
     return list(dict.fromkeys([*methods, COMPRESSED, f"{MODELOPT} MIXED_PRECISION"]))
 

@@ -11,7 +11,7 @@ from megatron_mtp.decoding.config import Settings, SpeculativeConfig
 from megatron_mtp.decoding.draft import Draft, Round
 
 Sequences = Any
-"""Stands for `sequences.Sequences`, which imports this module."""
+"""Stand-in for `sequences.Sequences`, which imports this module."""
 
 HeadKind = str
 """What drafts: MTP layers in sequence (sequential), heads that all read the trunk's state (parallel), or a drafter of

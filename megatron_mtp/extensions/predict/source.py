@@ -36,7 +36,7 @@ BATCH = 8
 class Source:
     """A checkpoint, the `model_type` of its export, and the kind of its drafter; None where MTP layers draft.
 
-    `is_latent` says whether the drafter has latent attention.
+    `is_latent` tells whether the drafter has latent attention.
     """
 
     checkpoint: Path

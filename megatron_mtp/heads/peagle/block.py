@@ -53,7 +53,7 @@ class TextAndMasks(BlockAttention):
 
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
-        self.window = self.window or (-1, 0)  # masks see those before them alone
+        self.window = self.window or (-1, 0)  # masks only attend to earlier rows
 
     @override
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -152,7 +152,7 @@ class PEagleBlock(BlockDrafter):
         return list(torch.cat([made_RBH[newest_A].unsqueeze(1), masks_AMBH], dim=1).unbind(1)), None
 
     def _give_reach(self, attention: AttentionInputs, positions_S: Tensor, position_A: Tensor) -> None:
-        """Tell every layer what rows see whose keys are on the ranks that made them."""
+        """Tell every layer what its rows attend to if keys stay on the ranks that computed them."""
         text = self.reach(attention, positions_S, positions_S)
         rows = replace(text, last_S=text.last_S - 1), self.reach(attention, positions_S, position_A), position_A + 1
         for layer in self.layer.layers:

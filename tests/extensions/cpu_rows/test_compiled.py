@@ -83,7 +83,7 @@ def test_processes_may_build_at_the_same_time(tmp_path: Path) -> None:
     assert [file.suffix for file in (tmp_path / "shared").iterdir()] == [".so"]
 
 
-def test_without_a_compiler_drafting_goes_on(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_drafting_continues(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert compiled.library(torch.float32) is None
     assert few_rows.product_of(torch.ones(4, 4)) is None
@@ -99,7 +99,7 @@ def test_a_compiler_that_fails_leaves_nothing(messages: list[str]) -> None:
     assert list(compiled.folder().iterdir()) == []
 
 
-def test_a_build_that_is_cut_off_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_build_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def cut_off(command: list[str], **_: object) -> None:
         Path(command[command.index("-o") + 1]).write_text("half of it")
         raise subprocess.TimeoutExpired(command, 1)

@@ -37,7 +37,7 @@ def test_every_number_of_rows_gives_the_product(
         ({"packed": 1.0, "own": 0.95}, "packed"),
     ],
 )
-def test_a_way_is_taken_where_it_is_clearly_faster_than_those_before_it(
+def test_an_implementation_is_used_if_it_is_clearly_faster(
     seconds: dict[str, float], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "WAYS", {way: (lambda _, way=way: way if way in seconds else None) for way in WAYS})
@@ -45,7 +45,7 @@ def test_a_way_is_taken_where_it_is_clearly_faster_than_those_before_it(
     assert products.fastest.__wrapped__(8, 4, torch.float32, 1, 2) == name
 
 
-def test_a_cpu_without_packed_bfloat16_multiplies_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_without_packed_bfloat16_uses_other_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     assert products._packed(torch.ones(64, 64)) is not None
     assert products._packed(torch.ones(64, 64, dtype=torch.bfloat16)) is None

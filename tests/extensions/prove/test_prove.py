@@ -320,7 +320,7 @@ def written_step(folder: Path, rule: Rule, *changes: Callable[[dict[str, Tensor]
     return folder
 
 
-def test_a_step_of_ones_own_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_custom_step_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = written_step(tmp_path / "step", PAPER)
     assert main(["--grads", str(folder), "--", *STEP_FLAGS], "megatron-mtp prove") == 0
     said = capsys.readouterr().out
@@ -622,7 +622,7 @@ WAYS: list[Callable[[Proof], str]] = [as_text, as_page, lambda proof: json.dumps
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["text", "page", "json"])
-def test_a_wrong_case_is_told_with_place_and_issue(proof: Proof, way: Callable[[Proof], str]) -> None:
+def test_a_wrong_case_is_reported_with_place_and_issue(proof: Proof, way: Callable[[Proof], str]) -> None:
     said = " ".join(way(proof).split())
     for words in ("CP 2, masked rows", "multi_token_prediction.py:3", "NVIDIA/Megatron-LM#7498"):
         assert words in said

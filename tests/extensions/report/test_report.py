@@ -236,7 +236,7 @@ def test_how_runs_were_started_and_where_they_differ(tmp_path: Path) -> None:
     assert "No run has a run.json" in page(read_runs([tmp_path / "old"]))
 
 
-def test_a_loss_that_is_no_number_leaves_a_gap_and_stands_in_the_table(tmp_path: Path) -> None:
+def test_a_nan_loss_leaves_a_gap_and_is_in_the_table(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run")
     with open(folder / "metrics.jsonl", "a") as file:
         for step, value in ((60, math.nan), (70, math.inf), (80, 1.7e308)):

@@ -192,7 +192,7 @@ def test_layers_that_draft_worse_than_before_are_not_exported(
     assert (record["before"]["donor"] or "").endswith(donor or "")
 
 
-def test_a_loss_within_its_error_is_none(model: Path, tmp_path: Path) -> None:
+def test_a_loss_within_its_error_is_not_a_regression(model: Path, tmp_path: Path) -> None:
     """Half of the documents gain as much as the others lose, except for one token."""
     after = [each + (2 if place % 2 else -2) for place, each in enumerate(MIXED)]
     trained_run(tmp_path / "run", {"text": MIXED}, {"text": [after[0] - 1, *after[1:]]})
@@ -614,7 +614,7 @@ def test_what_is_finished_is_not_done_again(model: Path, tmp_path: Path) -> None
     assert "--finetune" not in training
 
 
-def test_a_folder_that_is_older_than_the_checkpoint_is_exported_anew(model: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_older_than_the_checkpoint_is_exported_again(model: Path, tmp_path: Path) -> None:
     finish(tmp_path)
     os.utime(tmp_path / "exported" / "config.json", (1, 1))
     assert command_of("export", settings(model, tmp_path)) is not None

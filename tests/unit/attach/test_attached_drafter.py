@@ -115,7 +115,7 @@ def test_domino_has_the_share_of_its_run_without_the_bias(progress: float) -> No
     assert [name for name, grad in wanted.items() if not torch.equal(weights[name].grad, grad)] == []
 
 
-def test_the_loss_rides_in_a_forward_of_its_own_accord() -> None:
+def test_a_weight_adds_the_loss_in_the_forward() -> None:
     """With weight=, for frameworks that own the loop: the same gradients as `Attached.loss`."""
     batch, gradients = make_batch(STEPS), []
     for weight in (None, 0.3):

@@ -185,7 +185,7 @@ def test_an_attached_layer_is_unrolled_as_in_train(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["rows", "packed"])
-def test_attached_layers_mix_states_as_in_train_anew_in_every_step(form: str) -> None:
+def test_attached_layers_mix_states_as_in_train_with_new_draws_per_step(form: str) -> None:
     (batch, packed), settings = batch_of(form), MTPConfig(mtp_hidden_state_mixing=True)
     model, ours, seen = stock("dense"), our_model(STEPS), []
     attached = attach(model, STEPS, settings)

@@ -167,7 +167,7 @@ def test_depths_of_megatrons_block_have_the_losses_of_megatrons_training(
 
 
 @pytest.mark.parametrize("form", ["rows", "packed"])
-def test_the_mask_of_a_forward_without_labels_stands_where_the_framework_says(form: str) -> None:
+def test_the_mask_of_a_forward_without_labels_is_where_the_framework_puts_it(form: str) -> None:
     """At tokens, at labels as in slime, or at tokens with labels equal to the tokens, as in NeMo-RL's fused head."""
     batch, packed, means = make_batch(2), None, []
     if form == "packed":
@@ -946,7 +946,7 @@ def test_a_decoder_that_returns_more_than_states_is_named() -> None:
 # --- around the loss -------------------------------------------------------------------------------------------------
 
 
-def test_a_loop_of_ones_own_trains_the_depths_that_ride_along() -> None:
+def test_a_custom_loop_trains_attached_layers_in_the_forward() -> None:
     """Supervised fine-tuning as in docs/guides/custom_loop.md: one more line than without MTP layers."""
     model = stock("dense")
     attached = attach(model, depths=2, weight=0.3)

@@ -1,7 +1,7 @@
 """No text of this package advises deleting MTP weights, or counting none: a head that took training would be lost.
 
 Reads all strings of the code, adjacent ones joined, and the prose of the pages. `drop-mtp` writes a copy, so a text may
-mention it if it says so.
+mention it together with that.
 """
 
 import re

@@ -85,7 +85,7 @@ def test_in_training_a_plain_value_error_is_a_bug(capsys: pytest.CaptureFixture[
     assert ended(InputError("--lr"), capsys, mistakes=InputError) == (2, "x: error: --lr\n")
 
 
-def test_ctrl_c_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_prints_how_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended(KeyboardInterrupt(), capsys, advice="add --resume")[1] == "x: interrupted; add --resume\n"
 
 

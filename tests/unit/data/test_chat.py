@@ -1,4 +1,4 @@
-"""Chats by templates in the shapes of twelve families: which tokens count, by hand; files, rows and depths of them."""
+"""Chats with templates in the shapes of twelve families: which tokens count, by hand; files, rows, MTP targets."""
 
 import dataclasses
 import itertools

@@ -160,7 +160,7 @@ def test_texts_are_those_of_generate_by_number_and_become_documents(
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*CORPUS, "own.texts.jsonl"])
 
 
-def test_a_killed_command_loses_no_finished_text_and_goes_on_with_the_same(
+def test_a_killed_command_loses_no_finished_text_and_resumes(
     sample: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kill leaves a truncated file and no corpus: here at the end of a line, and inside others."""

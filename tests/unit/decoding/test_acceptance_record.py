@@ -55,7 +55,7 @@ def test_a_damaged_record_is_refused_in_a_sentence(text: str, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize("expected", [[0.7, 0.35], None])
-def test_a_random_head_is_told_of_once_within_a_hundred_rounds(
+def test_a_random_head_raises_one_alarm_within_a_hundred_rounds(
     expected: list[float] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Random MTP layers guess one token in 96; without a record, an alarm needs drafts that are never accepted."""
@@ -76,7 +76,7 @@ def test_a_random_head_is_told_of_once_within_a_hundred_rounds(
 
 @pytest.mark.parametrize("recorded", [0.02, 0.1, 0.4, 0.7, 0.95])
 @pytest.mark.parametrize("share", tiered([0.75, 1.0], (0.75,)))
-def test_a_healthy_head_is_never_told_of_in_five_thousand_requests(recorded: float, share: float) -> None:
+def test_a_healthy_head_raises_no_alarm_in_five_thousand_requests(recorded: float, share: float) -> None:
     """Twenty drafts per request; on text that differs from the evaluation's, three quarters as many are accepted."""
     generator = random.Random(0)
     alarm = Alarm([recorded])
@@ -88,7 +88,7 @@ def test_a_healthy_head_is_never_told_of_in_five_thousand_requests(recorded: flo
 
 
 @pytest.mark.parametrize("recorded", [0.1, 0.4, 0.95])
-def test_a_stale_head_is_told_of_and_new_weights_are_counted_anew(recorded: float) -> None:
+def test_a_stale_head_raises_an_alarm_and_new_weights_reset_it(recorded: float) -> None:
     generator = random.Random(0)
     alarm, said = Alarm([recorded]), []
     for _ in range(4000):

@@ -149,7 +149,7 @@ def test_a_drafter_catches_up_where_enough_tokens_are_left(left: int, drafts: bo
 
 
 def test_plain_steps_are_timed_again_while_drafts_pay() -> None:
-    """It is noticed if plain steps become fast."""
+    """Plain steps that become fast are detected."""
     auto, counts = AutoK(2), list[int]()
     for step in range(1000):
         counts.append(auto.choose())
@@ -233,7 +233,7 @@ def test_a_step_teaches_the_size_that_chose_its_k() -> None:
     assert steps[2] > 0
 
 
-def test_drafts_of_another_batch_are_not_gone_on_with() -> None:
+def test_drafts_of_another_batch_are_not_continued() -> None:
     """The drafter would have to run the rows of sequences that were decoded plainly until now."""
     auto = taught(0.1, [0.8, 0.6, 0.1])
     assert auto.choose() == 2

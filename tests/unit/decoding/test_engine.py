@@ -207,7 +207,7 @@ def test_prompts_run_in_one_forward_and_their_padding_does_not(method: str, monk
     assert [made[number] for number in numbers] == [alone(request) for request in wanted]
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one_and_holds_up_none() -> None:
+def test_a_short_prompt_neither_waits_for_a_long_one_nor_delays_others() -> None:
     """Rows per step: 8 of the long prompt; then 5 of the short one and 3; 8; 4 of the next short one and 4."""
     engine, long, short = engine_of(chunk=8), request_of(PIECES[0], 4), request_of([1, 2, 3, 4, 5], 1)
     first = engine.add(long)
@@ -221,7 +221,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_and_holds_up_none() -> None
 
 
 @pytest.mark.parametrize("when", [0, 1, 2, 4])
-def test_what_is_cancelled_leaves_its_place_and_blocks(when: int) -> None:
+def test_a_canceled_request_frees_its_slot_and_blocks(when: int) -> None:
     """While it waits, while its prompt runs, and while it is decoding."""
     engine = engine_of(running=1, chunk=16)
     request = request_of(prompts_of(1, 1)[0] * 40, 30)
@@ -314,7 +314,7 @@ def test_a_step_reads_only_what_it_gave(method: str, reads: int, monkeypatch: py
 
 
 @pytest.mark.parametrize("method", tiered(METHODS, ("mtp", "mtp_tree", "draft_model", "lookahead")))
-def test_a_known_beginning_gives_the_same_tokens_and_does_not_run(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_prefix_gives_the_same_tokens_and_does_not_run(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """80 tokens of a prompt of 90 are cached, which are two blocks of 32."""
     rows: list[int] = []
     trunk, runner = Runner.trunk, runner_of()
@@ -339,7 +339,7 @@ def test_a_known_beginning_gives_the_same_tokens_and_does_not_run(method: str, m
     assert engine.load.cached_tokens == 64
 
 
-def test_a_drafter_does_not_run_a_known_beginning_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_reuses_a_cached_prefix_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """And it drafts the same: acceptance matches `generate`."""
     engine, beginning = engine_of(), PIECES[0] + PIECES[1]
     one, other = (request_of(beginning + rest, 20, sampling=Sampling(1.0), seed=5) for rest in ([3] * 10, [4] * 10))
@@ -361,7 +361,7 @@ def test_a_drafter_does_not_run_a_known_beginning_either(monkeypatch: pytest.Mon
     assert engine.load.stats.accepted - before == alone_stats.accepted > 0
 
 
-def test_texts_that_go_on_alike_after_a_block_share_it_and_others_do_not() -> None:
+def test_texts_that_continue_alike_after_a_block_share_it_and_others_do_not() -> None:
     """The last depth's rows depend on three tokens after the block."""
     engine, beginning = engine_of(), PIECES[0][:32]
     same_as_alone(engine, [request_of([*beginning, 1, 2, 3, 4], 3)])
@@ -371,7 +371,7 @@ def test_texts_that_go_on_alike_after_a_block_share_it_and_others_do_not() -> No
 
 
 @pytest.mark.parametrize("method", ["plain", "mtp"])
-def test_a_block_is_known_by_all_that_stands_before_it(method: str) -> None:
+def test_a_cached_block_is_identified_by_its_whole_prefix(method: str) -> None:
     """Its own tokens, at a prompt's start or after another block, do not identify it: its rows would differ."""
     engine, block, rest = engine_of(), PIECES[1][:32], [1, 2, 3, 4, 5]
     for before in (PIECES[0][:32], [], PIECES[2][:32], PIECES[2][:32], PIECES[0][:32]):
@@ -403,7 +403,7 @@ def test_nothing_is_left_of_a_text_in_the_blocks_of_another() -> None:
     assert not any(tensor[blocks].isnan().any() for tensor in (memory.states_N1SH, *held))
 
 
-def test_a_conversation_goes_on_from_what_was_emitted() -> None:
+def test_a_conversation_continues_from_the_emitted_tokens() -> None:
     engine = engine_of()
     first = request_of(PIECES[0], 40)
     same_as_alone(engine, [first])
@@ -488,7 +488,7 @@ def test_drafts_behind_a_stop_are_not_accepted() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"stop_ids": frozenset({9})}, {"budget": 4}], ids=["stop", "budget"])
-def test_a_cut_is_shown_what_is_emitted_and_nothing_behind_it(limits: dict[str, Any]) -> None:
+def test_a_cutter_sees_only_emitted_tokens(limits: dict[str, Any]) -> None:
     """So it may keep what it has read. Prompt 1 2, text 3 4, and a step that adds 7 9 8, of which 8 is dropped."""
     shown: list[list[int]] = []
     stops, budget = limits.get("stop_ids", frozenset()), limits.get("budget", 10)

@@ -266,7 +266,7 @@ def test_repeated_steps_see_where_the_thinking_phase_begins_and_ends(request: py
     assert Counted.replays > 10
 
 
-def test_another_small_model_is_recorded_anew(request: pytest.FixtureRequest) -> None:
+def test_another_small_model_is_captured_again(request: pytest.FixtureRequest) -> None:
     target, settings = Runner(model_of("gqa"), vocab_size=3), settings_of("draft_model", 2)
     drafters = [Runner(model_of(kind), vocab_size=3) for kind in ("mha-tied-layernorm", "gqa", "mha-tied-layernorm")]
     asked = [([[0, 1, 2]] * 2, 20, Sampling(2.0), settings, None, (), drafter) for drafter in drafters]

@@ -105,7 +105,7 @@ def test_prompts_that_run_in_one_forward_do_not_mix(pattern: str, monkeypatch: p
     assert [made[number] for number in numbers] == [alone(request, runner) for request in wanted]
 
 
-def test_a_beginning_is_not_taken_from_another_text() -> None:
+def test_a_hybrid_does_not_reuse_a_prefix() -> None:
     """Its blocks would have keys, but no state."""
     engine = engine_of("G-*-/*-/*-/*-")
     for _ in range(2):
@@ -119,7 +119,7 @@ FAR = config_from({"method": "mtp_eagle", "num_speculative_tokens": 15})
 """Drafts that end 13 rows after the sequence, so that the next rows roll back 13."""
 
 
-def test_a_text_that_is_far_behind_sends_no_other_text_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_far_behind_does_not_roll_back_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its drafter has paused for 30 tokens when two sequences join, whose states have absorbed all but 20 rows."""
     rests = [True]
     monkeypatch.setattr(DecodeBatch, "choose", lambda self: 0 if rests[0] else self.method.count)

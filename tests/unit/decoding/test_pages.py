@@ -136,7 +136,7 @@ def test_rows_in_the_place_of_padding_leave_other_blocks_alone() -> None:
 # ---- free and cached blocks
 
 
-def test_known_beginnings_by_hand() -> None:
+def test_cached_prefixes_by_hand() -> None:
     """The example of block_manager.py: blocks of 4, one token ahead, tokens 7 8 9 1  2 3 4 5  6 7."""
     pool, tokens = BlockManager(5, 4, 1), [7, 8, 9, 1, 2, 3, 4, 5, 6, 7]
     held = BlockTable()
@@ -150,7 +150,7 @@ def test_known_beginnings_by_hand() -> None:
     assert pool.find([7, 8, 9, 1, 3]).blocks == []
 
 
-def test_blocks_that_are_given_back_first_are_taken_first_and_beginnings_stay_longest() -> None:
+def test_blocks_freed_first_are_reused_first_and_prefixes_stay_longest() -> None:
     pool, tokens = BlockManager(4, 2, 0), [1, 2, 3, 4, 5]
     held, other = BlockTable(), BlockTable()
     pool.extend(held, 5)
@@ -172,7 +172,7 @@ def test_too_few_blocks_give_none() -> None:
     assert pool.free == 0
 
 
-def test_what_a_text_has_not_filled_is_not_said_of_anothers_block() -> None:
+def test_unfilled_rows_are_not_attributed_to_anothers_block() -> None:
     """Two sequences fill the same prefix at the same time; only the second's drafter has run."""
     pool, tokens = BlockManager(4, 2, 0), [1, 2, 3]
     one, other = BlockTable(), BlockTable()

@@ -173,7 +173,7 @@ def test_a_forward_step_learns_by_the_loss_of_its_step(
     assert sum(learner.weights) == 1
 
 
-def test_positions_and_blocks_are_drawn_anew_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_and_blocks_are_drawn_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """And equal in a run that resumes at that step; evaluations have the same blocks at every step."""
     args = SimpleNamespace(
         **{"mtp_num_layers": 2, "train_iters": 9, "skip_train": False, "calculate_per_token_loss": False, "seed": 5},

@@ -147,7 +147,7 @@ def check_row(row: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=named)
-def test_a_mended_function_is_left_alone(row: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fixed_function_is_left_alone(row: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     check_row(row, monkeypatch)
 
 
@@ -183,7 +183,7 @@ def test_a_probe_that_cannot_tell_is_followed_by_a_warning_in_an_unknown_release
     assert state_of(replace(row, probe=lambda _: 1 / 0)) is State.UNKNOWN
 
 
-def test_a_function_that_is_gone_is_named() -> None:
+def test_a_missing_function_is_named() -> None:
     row = replace(PATCHES[0], target="megatron.core.datasets.utils:no_such_function")
     assert state_of(row) is State.MISSING
     with pytest.raises(RuntimeError, match=r"utils:no_such_function .* has no such function"):

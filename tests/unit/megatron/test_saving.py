@@ -22,9 +22,7 @@ from megatron_mtp.training.run import observed
 
 
 @pytest.mark.usefixtures("megatron")
-def test_an_iteration_that_is_saved_again_does_not_say_meanwhile_that_it_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_iteration_being_saved_again_is_not_marked_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def save() -> None:
         tensor = torch.ones(3)
         dist_checkpointing.save({"a": ShardedTensor.from_rank_offsets("a", tensor)}, str(tmp_path))

@@ -159,7 +159,7 @@ def test_a_benchmark_runs_and_ends_with_its_report(case: str, tmp_path: Path) ->
     assert all(isinstance(goal["value"], float) for goal in summary["goals"])
 
 
-def test_a_latency_is_told_by_its_first_and_last_token() -> None:
+def test_latency_is_computed_from_the_first_and_last_token() -> None:
     """Five tokens, the first after 1 s and the last after 3 s: half a second between tokens."""
     assert latency.Answer(1.0, 3.0, 5).figures() == (1000.0, 500.0, 3.0, pytest.approx(5 / 3))
     assert latency.Answer(1.0, 1.0, 1).figures()[1] == 0
@@ -167,7 +167,9 @@ def test_a_latency_is_told_by_its_first_and_last_token() -> None:
         latency.latency(Namespace(quick=False, server=None))
 
 
-def test_a_finished_trial_is_kept_and_a_cut_one_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_trial_is_kept_and_an_interrupted_one_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trial, left_by_the_cut = head_life.Trial("dense", "same", "good", 4), []
 
     def run_trial(_: Path, folder: Path, *__: Any) -> dict[str, Any]:

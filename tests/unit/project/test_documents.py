@@ -84,7 +84,7 @@ def everything() -> frozenset[str]:
 
 
 def unknown_verbs(code: str) -> list[str]:
-    """Return words in the place of a verb that are not one; VERB and `...` stand for any."""
+    """Return words in the place of a verb that are not one; VERB and `...` match any."""
     named = re.findall(r"(?:^|\s)(?:megatron-mtp|-m megatron_mtp) ([\w.-]+)", code)
     return [verb for verb in named if verb not in (*VERBS, "VERB", "...", "--help", "--version")]
 

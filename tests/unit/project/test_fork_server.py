@@ -85,7 +85,7 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("end", ["kill", "forget"])
-def test_a_command_that_nobody_waits_for_ends_with_what_it_started(end: str, tmp_path: Path) -> None:
+def test_an_abandoned_command_ends_with_its_children(end: str, tmp_path: Path) -> None:
     code = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
     with open(tmp_path / "out", "w+b") as out:
         process = fork_server.start([sys.executable, "-c", code], stdout=out)

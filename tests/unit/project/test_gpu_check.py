@@ -219,7 +219,7 @@ def test_a_part_that_goes_wrong_loses_no_figures(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_goes_on_between_two_looks_and_keeps_what_it_had_when_killed(tmp_path: Path) -> None:
+def test_a_run_continues_between_follows_and_keeps_its_results_when_killed(tmp_path: Path) -> None:
     """`hangs` takes long; the parts before it have finished."""
     long = f"{OF_CASES}; from dataclasses import replace; PARTS['hangs'] = replace(PARTS['hangs'], seconds=600)"
     flags = "--device cpu --parts runs hangs last --out".split()

@@ -17,7 +17,7 @@ def test_why_a_module_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Mon
     assert why_not("half_a_module") == "it cannot be imported: OSError: wrong driver"
 
 
-def test_a_transformer_engine_of_another_build_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformer_engine_of_another_build_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").write_text("raise OSError('libcublas.so.13 is not there')")
     monkeypatch.syspath_prepend(tmp_path)

@@ -61,7 +61,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_faults_are_counted_and_a_second_call_goes_on(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_faults_are_counted_and_a_second_call_resumes(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plant_faults.main([]) == 1
     said = capsys.readouterr().out
     assert "sign: tests/test_sums.py::test_sum, " in said

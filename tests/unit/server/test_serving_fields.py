@@ -151,7 +151,7 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_what_is_as_good_as_nothing_is_served(name: str, server: Running) -> None:
+def test_neutral_fields_are_accepted(name: str, server: Running) -> None:
     path, fields = SERVED[name]
     done = server.post(path, bodies(path, fields))
     assert done.status_code == 200, done.text

@@ -68,7 +68,7 @@ class Rewriting:
         return "x" * len(ids)
 
 
-def test_a_decoder_that_takes_characters_back_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_that_rewrites_characters_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
     detokenizer = Detokenizer(None, [])
     monkeypatch.setattr(detokenizer, "_backend", Rewriting())
     assert read(detokenizer, [1, 2]) == ["x", "x", ""]
@@ -131,7 +131,7 @@ def test_a_token_is_read_once_whoever_comes_first(codec: Codec, text: str, stop:
 def test_another_rank_takes_the_same_request_and_ends_it_where_rank_0_does(
     least: int, codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines of two ranks must take the same steps; the detokenizer is not sent, but created anew."""
+    """Engines of two ranks must take the same steps; the detokenizer is not sent, but created again."""
     prompt, text = (codec.encode(one, special=False, positions=99) for one in ("€", "abcabcabc"))
     cut = OutputText(codec.detokenizer(prompt), ("bc",), least)
     request = Request(prompt, 9, Sampling(0.5), 7, stop_ids=frozenset({1}), cut=cut, logprobs=2)

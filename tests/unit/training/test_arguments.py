@@ -28,7 +28,7 @@ SHARES = "--mtp-repeated-layer-shares-kv"
 FIRST_PASS = "--mtp-repeated-layer-first-pass-kv"
 
 
-def test_a_run_that_could_not_save_does_not_begin(
+def test_a_run_that_could_not_save_does_not_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refusal(f"{ROPE} {MOCK} {DEPTHS} --save /proc/nowhere --save-interval 9", monkeypatch, capsys)

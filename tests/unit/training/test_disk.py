@@ -50,7 +50,7 @@ def test_a_checkpoint_has_weights_and_the_state_of_what_is_trained(
     assert checkpoint_bytes(arguments(tmp_path, **changes), [model], has_optimizer=True) == expected
 
 
-def test_a_run_whose_checkpoint_does_not_fit_does_not_begin(
+def test_a_run_whose_checkpoint_does_not_fit_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = torch.nn.Linear(1024, 1024)
@@ -121,7 +121,7 @@ def test_a_save_that_works_again_ends_the_matter(saves: Callable[..., tuple[Metr
 @pytest.mark.parametrize(
     ("ends", "changes"), [((None, None, FULL), {}), ((FULL,), {"world_size": 2}), ((FULL,), {"mtp_patience": 3})]
 )
-def test_a_run_that_cannot_go_on_ends_with_a_sentence(
+def test_a_run_that_cannot_continue_ends_with_a_sentence(
     ends: tuple[BaseException | None, ...], changes: dict[str, Any], saves: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Its last save failed; one of several ranks failed; its best state would be lost."""

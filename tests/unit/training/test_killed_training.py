@@ -19,7 +19,7 @@ KILLS = 8
 
 
 @pytest.mark.matrix
-def test_a_killed_training_loses_no_checkpoint_and_goes_on(tmp_path: Path) -> None:
+def test_a_killed_training_loses_no_checkpoint_and_resumes(tmp_path: Path) -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     words = [sys.executable, str(WORKER), str(tmp_path), str(KILLS), str(seed)]

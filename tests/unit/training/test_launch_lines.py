@@ -69,7 +69,7 @@ def test_there_are_twenty_lines_and_more() -> None:
 
 
 @pytest.mark.parametrize("name", tiered(LINES, list(LINES)[::3]))
-def test_a_line_means_with_depths_what_megatron_makes_of_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_with_mtp_layers_means_the_same_as_in_megatron(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     line = LINES[name]
     launch(line, line.mended, monkeypatch)
     args, model = parse_checked_args()

@@ -269,7 +269,7 @@ def test_steps_that_are_left_out_are_named_and_counted(
         ({"exit_interval": 4}, 4, None),  # the last step too
     ],
 )
-def test_a_run_that_ends_early_says_by_what(
+def test_a_run_that_ends_early_prints_the_reason(
     flags: dict[str, Any],
     step: int,
     cause: str | None,

@@ -34,7 +34,7 @@ def parser() -> ArgumentParser:
     return made
 
 
-def test_a_file_says_what_one_would_type(parser: ArgumentParser, tmp_path: Path) -> None:
+def test_a_config_file_equals_its_command_line(parser: ArgumentParser, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(FILE)
     words = flags_of(tmp_path / "run.yaml", parser)
     expected = (

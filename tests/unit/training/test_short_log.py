@@ -141,9 +141,7 @@ def test_verbose_leaves_everything_where_it_was(capfd: pytest.CaptureFixture[str
     assert capfd.readouterr().out == "arguments\nstep 1/2\n"
 
 
-def test_a_log_that_cannot_be_written_is_said_once_and_ends_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unwritable_log_is_reported_once_and_ends_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     with quiet():
         keep_listing(tmp_path / "file")

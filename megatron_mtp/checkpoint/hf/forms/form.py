@@ -36,7 +36,7 @@ ALL_ENGINES = "vLLM, SGLang, transformers"
 
 
 class MisfitError(ValueError):
-    """Parts that make no weight; the text goes on after the weight's name, and is empty for another form's parts."""
+    """Parts that make no weight; the text follows the weight's name, and is empty for another form's parts."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Numbers:
 
     Attributes:
         block: rows and columns that share a scale, of FP8 in blocks.
-        bits: of packed integers, one for each group of the config; empty if it does not say.
+        bits: of packed integers, one for each group of the config; empty if the config has none.
         group: columns that share a scale, of GPTQ without `g_idx`.
         zero_plus_one: whether GPTQ's zero points are stored less 1 (format `gptq`, not `gptq_v2`).
     """
@@ -63,7 +63,7 @@ class Encoding:
     Attributes:
         flag: names the form in `--quantize`.
         encode: the parts of weights [O, I] that engines multiply at once (query, key and value; gate and up).
-        says: what `quantization_config` says of it; of compressed-tensors, a group.
+        says: its `quantization_config`; for compressed-tensors, a group.
         group: divides the columns of a weight.
     """
 

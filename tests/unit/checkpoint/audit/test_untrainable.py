@@ -65,7 +65,7 @@ REFUSED: list[tuple[str, Keys, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "changes", "reason"), REFUSED)
-def test_what_megatron_computes_otherwise_is_refused(kind: str, changes: Keys, reason: str) -> None:
+def test_models_that_megatron_computes_differently_are_refused(kind: str, changes: Keys, reason: str) -> None:
     with pytest.raises(UntrainableError, match=reason):
         flags(kind, **changes)
 

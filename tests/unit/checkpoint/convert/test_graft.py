@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_one_sentence(fault: str, tmp_path: Path, capsys: p
     assert not list(tmp_path.glob("out*"))
 
 
-def test_a_donor_that_lost_its_head_has_none_to_graft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_donor_without_mtp_layers_cannot_be_grafted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     donor, target = lost(make(tmp_path / "donor", "mimo", 1)), lost(make(tmp_path / "target", "mimo", 1))
     capsys.readouterr()
     assert main(["graft", str(donor), str(target), str(tmp_path / "out")]) == 2
@@ -373,7 +373,7 @@ def test_tokens_with_other_ids_are_counted_and_the_first_is_named(sides: tuple[P
         plan_graft(donor, other, QUIET)
 
 
-def test_what_is_known_of_the_tokens_is_said(sides: tuple[Path, Path], tmp_path: Path) -> None:
+def test_tokenizer_facts_are_reported(sides: tuple[Path, Path], tmp_path: Path) -> None:
     donor, target = sides
     assert "tokens: the same tokenizer" in plan_graft(donor, target, QUIET).notes["fits"]
     plan = plan_graft(donor, changed(target, renamed, tmp_path / "other"), QUIET)
@@ -450,7 +450,7 @@ def test_a_text_that_is_too_short_is_refused_before_anything_is_written(
     assert not list(tmp_path.glob("out*"))
 
 
-def test_an_interrupted_graft_looks_unfinished_and_goes_on(
+def test_an_interrupted_graft_looks_unfinished_and_resumes(
     sides: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     donor, target = sides

@@ -101,7 +101,7 @@ def stopped_early(command: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("command", "change"), [("hf-to-mcore", other_config), ("drop-mtp", other_content), ("mcore-to-hf", other_content)]
 )
-def test_another_source_is_not_gone_on_with(
+def test_a_conversion_of_another_source_is_not_resumed(
     command: str,
     change: Callable[[Path], None],
     source: Path,
@@ -125,7 +125,7 @@ def test_another_source_is_not_gone_on_with(
         ("drop-mtp", ["--keep", "0"]),
     ],
 )
-def test_other_options_are_not_gone_on_with(
+def test_a_conversion_with_other_options_is_not_resumed(
     command: str,
     other: list[str],
     source: Path,

@@ -27,7 +27,7 @@ def test_a_link_leads_to_the_folder_that_is_made(exists: bool, tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"]
 
 
-def test_an_interrupted_conversion_goes_on_through_a_link(tmp_path: Path) -> None:
+def test_an_interrupted_conversion_resumes_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "folder")
     PartialFolder(tmp_path / "link", tmp_path / "source", {"a": 1}, False).keep(0, "done")
     assert PartialFolder(tmp_path / "link", tmp_path / "source", {"a": 1}, True).record(0) == "done"

@@ -152,7 +152,7 @@ def test_what_no_family_leaves_out_is_named(setting: str, flags: str, without: s
         ("the rotary scaling 'linear'", f"{PLAIN} --rotary-seq-len-interpolation-factor 2"),
     ],
 )  # fmt: skip
-def test_what_engines_compute_otherwise_is_named(reason: str, flags: str) -> None:
+def test_differences_in_engines_are_named(reason: str, flags: str) -> None:
     with pytest.raises(ValueError, match=f"^the config for it asks for {reason}.*, so the checkpoint computes"):
         check(flags)
 

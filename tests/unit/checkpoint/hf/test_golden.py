@@ -109,7 +109,7 @@ def test_a_planted_fault_is_seen(plant: Callable[[Rule], Rule]) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the repository's history: run it in a clone")
-def test_the_rules_of_a_commit_are_made_anew() -> None:
+def test_the_rules_of_a_commit_are_recomputed() -> None:
     written = golden_rules.of_commit(None)
     digests = {kind: {name: golden_rules.digest(one) for name, one in made.items()} for kind, made in written.items()}
     assert digests == RULES

@@ -97,7 +97,7 @@ def download(hub: str, cache: Path, name: str) -> subprocess.CompletedProcess[st
     return subprocess.run(words, env={**proxies, **settings}, capture_output=True, text=True, timeout=300)
 
 
-def test_a_download_that_breaks_off_goes_on_where_it_stopped(hub: str, tmp_path: Path) -> None:
+def test_an_interrupted_download_resumes(hub: str, tmp_path: Path) -> None:
     Hub.cuts = 1
     done = download(hub, tmp_path, "own/model")
     assert done.returncode == 0, done.stderr

@@ -132,7 +132,7 @@ def logits_of(proved: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.matrix
-def test_a_family_that_nobody_added_is_unknown(source: Path, tmp_path: Path) -> None:
+def test_an_unregistered_family_is_unknown(source: Path, tmp_path: Path) -> None:
     done = convert(tmp_path, ["hf-to-mcore", source, tmp_path / "mcore"])
     assert done.returncode == 2
     assert "the model_type 'heron' is unknown here; the nearest that converts is 'nemotron'" in done.stderr

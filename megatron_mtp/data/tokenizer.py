@@ -100,7 +100,7 @@ def interruptible(work: Callable[[], None]) -> None:
         except BaseException as error:
             failed.append(error)
 
-    thread = Thread(target=run, daemon=True)  # ends with the process
+    thread = Thread(target=run, daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(0.2)

@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Start one worker more than there are cores: a third of the time, a worker waits for a process that it started."""
+    """Start one worker more than there are cores: a worker waits for its subprocesses a third of the time."""
     return min((os.cpu_count() or 1) + 1, MOST_WORKERS)
 
 

@@ -69,7 +69,7 @@ def run(verb: str, program: str, arguments: list[str]) -> int:
     """
     open_streams()
     with sentences(program):
-        module = module_of(verb)  # its tables refuse parts of other packages
+        module = module_of(verb)  # its tables may reject parts of external packages
     with sentences(program, mistakes=()):  # each verb reports its own ValueErrors
         status: int = module.main(arguments, program)
     return status

@@ -292,7 +292,7 @@ def _new_block(chunk: Any, depths: int, block: str) -> MultiTokenPredictionBlock
 
     def portable(spec: Any) -> Any:
         norm = getattr(chunk.decoder, "final_layernorm", None) or getattr(chunk.decoder, "final_norm", None)
-        # layers are the trunk's own; Megatron chooses the norms around them
+        # the layers are shaped like the trunk's; Megatron chooses the norms around them
         return with_modules(spec, {WrappedTorchNorm: PortableNorm}) if isinstance(norm, PortableNorm) else spec
 
     if not hasattr(chunk, "hybrid_stack_spec"):

@@ -1,4 +1,4 @@
-"""A switch of a kind of drafters, `drafter_reads_mean`: as a flag, in checkpoints, in the block, in a folder.
+"""A boolean setting of a drafter kind, `drafter_reads_mean`: as a flag, in checkpoints, in the block, in a folder.
 
 PYTHONPATH=PACKAGES:tests/support python tests/support/added_setting.py FOLDER KIND
 
@@ -69,7 +69,7 @@ def train(flags: str) -> None:
 
 
 def check_checkpoint(path: Path) -> None:
-    """Its arguments have the switch, and the block that is built from them computes with it."""
+    """Check that its arguments have the setting, and that the block built from them uses it."""
     assert DistReader(path).common()["args"].drafter_reads_mean is True
     layer = load_model(path).mtp.layer
     given = torch.randn(2, 3, 1, HIDDEN)

@@ -266,12 +266,12 @@ def test_another_package_adds_a_kind_of_drafters(tmp_path: Path) -> None:
 
 
 def run_worker(name: str, packages: Path, *words: str) -> None:
-    """Run a file of tests/support with these packages in front of the installed ones."""
+    """Run a file of tests/support with these packages before the installed ones."""
     worker = Path(__file__).parents[2] / "support" / name
     paths = os.pathsep.join(map(str, (packages, worker.parent)))
     done = subprocess.run(
         [sys.executable, str(worker), *words],
-        cwd=packages,  # of which `python -m` imports before the paths
+        cwd=packages,  # `python -m` imports from here before the paths
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -301,12 +301,12 @@ SWITCH_OF_EAGLE = (
         "        return layer\n",
     ),
 )
-"""Files of heads/eagle, a place in each, and what is there with the switch of `added_setting.py`."""
+"""Files of heads/eagle, text in each, and its replacement with the switch of `added_setting.py`."""
 
 
 def test_a_switch_of_a_kind_costs_two_files_of_its_folder(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "megatron_mtp", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)  # with the entry points
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)  # has the entry points
     folder = tmp_path / "megatron_mtp/heads/eagle"
     for name, before, after in SWITCH_OF_EAGLE:
         source = (folder / name).read_text(encoding="utf-8")

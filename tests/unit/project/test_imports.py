@@ -224,7 +224,7 @@ def imported_with(module: str) -> set[str]:
 
 
 def lines_of(module: str) -> int:
-    """The lines of a module of the package, by its dotted name."""
+    """Return the number of lines of a module, by its dotted name."""
     inside = PACKAGE.joinpath(*module.split(".")[1:])
     path = inside / "__init__.py" if inside.is_dir() else inside.with_suffix(".py")
     return len(path.read_text(encoding="utf-8").splitlines())

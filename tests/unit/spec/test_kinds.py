@@ -1,4 +1,4 @@
-"""spec/kinds.py: what rows of kinds declare becomes fields of `MTPConfig`, values of a drafter, arguments, and keys."""
+"""spec/kinds.py: declarations of kinds become fields of `MTPConfig`, values of a drafter, arguments, and keys."""
 
 import os
 import subprocess
@@ -76,7 +76,7 @@ def test_a_value_goes_through_a_checkpoint_and_a_folder(
     assert made.own == dict(zip(OWN, own, strict=True))
     arguments = made.arguments(TRUNK)
     assert {name: arguments[name] for name in OWN} == dict(zip(OWN, kept, strict=True))
-    assert arguments["drafter_markov_rank"] is None  # of a drafter that this one may replace
+    assert arguments["drafter_markov_rank"] is None  # reset, in case this drafter replaces another one
     assert HeadSpec.resolve("halver", arguments, TRUNK) == made
     written = keys_of_settings(made)
     assert {name: [*value] if name == "parts" else value for name, value in written.items()} == keys

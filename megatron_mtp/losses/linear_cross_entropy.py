@@ -81,16 +81,18 @@ class Targets:
     def at(self, places: tuple[Tensor, ...]) -> "Targets":
         """Return the targets of some positions, given an index for each of their dimensions."""
         arrays = self.labels_DN, self.mask_DN, self.taught_DN, self.overlap_DN, self.likeliest_DNC
-        labels_DN, mask_DN, *more = (None if each is None else each[:, *places] for each in arrays)
+        index: tuple[slice | Tensor, ...] = (slice(None), *places)
+        labels_DN, mask_DN, *more = (None if each is None else each[index] for each in arrays)
         assert labels_DN is not None
         assert mask_DN is not None
         return Targets(labels_DN, mask_DN, self.scale_D, *more)
 
     def take(self, found: "Targets", places: tuple[Tensor, ...]) -> None:
         """Copy the outputs of some positions, whose targets are `found`."""
+        index: tuple[slice | Tensor, ...] = (slice(None), *places)
         for own, of_places in ((self.overlap_DN, found.overlap_DN), (self.likeliest_DNC, found.likeliest_DNC)):
             if own is not None and of_places is not None:
-                own[:, *places] = of_places
+                own[index] = of_places
 
 
 @dataclass(frozen=True)

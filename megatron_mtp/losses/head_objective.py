@@ -145,7 +145,7 @@ class HeadObjective:
         likeliest_DBSC, unary = None, states
         if head.candidates is not None:
             count = min(head.candidates, vocabulary.size)
-            likeliest_DBSC = labels_DBS.new_empty(*labels_DBS.shape, count)
+            likeliest_DBSC = labels_DBS.new_zeros(*labels_DBS.shape, count)  # some positions do not count
             biased, unary = None, [state_BSX[..., : rows.size(1)] for state_BSX in states]
         targets = Targets(labels_DBS, mask_DBS, scale_D, taught_DBS, overlap_DBS, likeliest_DBSC)
         total, sums_D = linear_loss(

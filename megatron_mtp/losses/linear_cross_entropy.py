@@ -1,7 +1,7 @@
 """Output layer and loss together, in chunks of tokens: the logits of all tokens are never in memory at once.
 
 In:  hidden states, the output layer's weight, and the targets of every position.
-Out: one weighted sum of losses.
+Out: one weighted sum of losses. On a CPU, positions that count at no depth, such as prompts and padding, cost nothing.
 
 The weights of all positions are known in the forward pass, and the sum enters the total loss with one factor, the
 upstream gradient. So the forward pass computes the gradients while a chunk's logits are in memory, and the backward
@@ -81,6 +81,22 @@ class Targets:
     overlap_DN: Tensor | None = None
     likeliest_DNC: Tensor | None = None
 
+    def at(self, places: tuple[Tensor, ...]) -> "Targets":
+        """Return the targets of some positions, given an index for each of their dimensions."""
+        arrays = self.labels_DN, self.mask_DN, self.taught_DN, self.overlap_DN, self.likeliest_DNC
+        index: tuple[slice | Tensor, ...] = (slice(None), *places)
+        labels_DN, mask_DN, *more = (None if each is None else each[index] for each in arrays)
+        assert labels_DN is not None
+        assert mask_DN is not None
+        return Targets(labels_DN, mask_DN, self.scale_D, *more)
+
+    def take(self, found: "Targets", places: tuple[Tensor, ...]) -> None:
+        """Copy the outputs of some positions, whose targets are `found`."""
+        index: tuple[slice | Tensor, ...] = (slice(None), *places)
+        for own, of_places in ((self.overlap_DN, found.overlap_DN), (self.likeliest_DNC, found.likeliest_DNC)):
+            if own is not None and of_places is not None:
+                own[index] = of_places
+
 
 @dataclass(frozen=True)
 class Teacher:
@@ -118,8 +134,11 @@ def linear_loss(
             backward pass must then provide a gradient: with `--overlap-grad-reduce`, DDP waits for it.
         bias_VR: additional columns of the weight, for states of [N, H + R]. The teacher's states do not have them.
     """
-    dims = hidden[0].dim() - 1
-    states = [each.to(weight_VH.dtype) for each in hidden]
+    places = _counted(targets.mask_DN)
+    counted = targets if places is None else targets.at(places)
+    given = hidden if places is None else [each[places] for each in hidden]
+    dims = given[0].dim() - 1
+    states = [each.to(weight_VH.dtype) for each in given]
     stacked = torch.stack(states, dims) if len(states) > 1 else states[0].unsqueeze(dims)  # stacking one would copy it
     states_NH = stacked.flatten(0, dims)
     if not torch.is_grad_enabled():  # a custom autograd function still saves tensors under no_grad, so detach here
@@ -128,9 +147,23 @@ def linear_loss(
     if teacher is not None:
         taught_by_VH = weight_VH if teacher.weight_VH is None else teacher.weight_VH
         teacher = Teacher(teacher.states_TH.detach(), taught_by_VH.detach())
-    arguments = token_loss, targets, vocabulary, teacher, main_grad, weight_VH, states_NH, bias_VR
+    arguments = token_loss, counted, vocabulary, teacher, main_grad, weight_VH, states_NH, bias_VR
     apply: Callable[..., tuple[Tensor, Tensor]] = _LinearLoss.apply  # torch annotates it since 2.15
-    return apply(*arguments)
+    total, sums_D = apply(*arguments)
+    if places is not None:
+        targets.take(counted, places)
+    return total, sums_D
+
+
+def _counted(mask_DN: Tensor) -> tuple[Tensor, ...] | None:
+    """Return the positions that count at any depth, an index for each of their dimensions; None to compute all.
+
+    On a GPU all are computed, because the host would wait for their number.
+    """
+    if mask_DN.is_cuda:
+        return None
+    counts_N = mask_DN.ne(0).any(0)
+    return counts_N.nonzero(as_tuple=True) if counts_N.any() and not counts_N.all() else None
 
 
 class _LinearLoss(torch.autograd.Function):

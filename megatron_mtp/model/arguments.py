@@ -57,6 +57,8 @@ class DepthFields:
     drafter_steps: int = 0
     """Tokens that a drafter drafts in addition to MTP layers; 0 without a drafter."""
     mtp_init_seed: int = 0
+    loads_trunk: bool = False
+    """Whether all weights of the trunk come from a checkpoint, so that none need to be drawn."""
     absent: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Layers that the checkpoint to load does not have, by head; all layers of a drafter are number 0."""
     draft_vocabulary: Tensor | None = None

@@ -41,6 +41,7 @@ from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_laye
 from megatron_mtp.model.mtp_block import MultiTokenPredictionBlock
 from megatron_mtp.model.shared_keys import FIRST_PASS_ALONE, WITH_CHAIN
 from megatron_mtp.model.specs import with_portable_modules, with_portable_projections
+from megatron_mtp.model.stock import initializing
 from megatron_mtp.model.swapped import with_modules
 from megatron_mtp.model.trained_stage import TrainedStage
 from megatron_mtp.model.trunk_facts import trunk_spec_of
@@ -127,18 +128,20 @@ class AttachingBuilder(ABC):
         groups = copy.copy(pg_collection)
         groups.embd = None  # set later: the stage of the MTP layers may also hold a copy of the embedding
         layers, mtp_layer = self.specs(vp_stage)
+        draws = config.transformer.perform_initialization
         with with_portable_projections(config.transformer):
-            model = self.kind(
-                **layers,
-                config=config.transformer,
-                vocab_size=_padded_vocab_size(config),
-                max_sequence_length=config.seq_length,
-                pre_process=pre_process,
-                post_process=post_process,
-                pg_collection=groups,
-                vp_stage=vp_stage,
-                **{name: getattr(config, name) for name in _PASSED_ON},
-            )
+            with initializing(config.transformer, draws and not config.loads_trunk):
+                model = self.kind(
+                    **layers,
+                    config=config.transformer,
+                    vocab_size=_padded_vocab_size(config),
+                    max_sequence_length=config.seq_length,
+                    pre_process=pre_process,
+                    post_process=post_process,
+                    pg_collection=groups,
+                    vp_stage=vp_stage,
+                    **{name: getattr(config, name) for name in _PASSED_ON},
+                )
             model.pg_collection, model.embd_group = pg_collection, pg_collection.embd
             plans = [_head_plan(config, head, mtp_layer) for head in config.heads]
             heads = DraftHeads(plans, config.absent_draft_vocabulary)

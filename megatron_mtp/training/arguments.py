@@ -29,7 +29,7 @@ from megatron_mtp.spec.head import WITH_MTP, drafted_steps, has_both, heads_of, 
 from megatron_mtp.training.checks import check_data, check_flags, check_hub, check_ranges, check_supported, check_trunk
 from megatron_mtp.training.datasets import OF_CHAT_FLAGS, reads_chats
 from megatron_mtp.training.flags import add_mtp_arguments
-from megatron_mtp.training.loading import check_load, plan_load
+from megatron_mtp.training.loading import check_load, loaded_iteration, plan_load
 from megatron_mtp.training.needed import OF_A_MODEL, OF_A_RUN, OF_DATA, Needed, check_needed
 from megatron_mtp.training.settings import (
     counted_depths,
@@ -227,6 +227,7 @@ def checked_model_config(args: Namespace, **given: Any) -> MTPModelConfig:
     if args.rank == 0:
         for line in plan.messages:
             say(f"> {line}")
+    model_config.loads_trunk = args.mtp_train_only and loaded_iteration(args) is not None
     model_config.absent = plan.absent
     model_config.draft_vocabulary, model_config.absent_draft_vocabulary = plan.draft_vocabulary, plan.new_heads
     return model_config

@@ -47,8 +47,6 @@ from megatron_mtp.training.short_log import say
 
 if TYPE_CHECKING:
     from megatron_mtp.training.metrics import Metrics
-
-if TYPE_CHECKING:
     from megatron_mtp.training.state_cache import StateCache
 
 SPIKE = 10

@@ -95,6 +95,7 @@ def our_model(
     drafter: dict[str, Any] | None = None,
     beside: dict[str, Any] | None = None,
     freezes: bool = False,
+    loads_trunk: bool = False,
     **changes: Any,
 ) -> GPTModel:
     settings: dict[str, Any] = {"mtp_architecture": architecture, "mtp_repeated_layer_shares_kv": shares_kv}
@@ -110,6 +111,7 @@ def our_model(
         drafter_steps=(beside or {}).get("drafter_steps", 0),
         draft_vocabulary=None if drafted is None else torch.tensor(drafted),
         true_vocab_size=tokens,
+        loads_trunk=loads_trunk,
         **_gpt_fields(tied, position),
     )
     model = build(config)

@@ -34,7 +34,7 @@ def test_losses_do_not_wait(name: str, fraction: float, monkeypatch: pytest.Monk
         made.loss.backward()
         assert not waits
         assert isinstance(leaves[1][0].grad, OnCuda)
-        assert made.loss.cpu().item() == plain.loss.item()
+        assert made.loss.cpu().item() == pytest.approx(plain.loss.item(), rel=1e-6)  # which sums fewer positions
 
 
 def test_acceptance_does_not_wait() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from linear_cases import SETTINGS, Case, worst
 from tiers import tiered
+from torch import Tensor
 
 from megatron_mtp.losses import linear_cross_entropy
 from megatron_mtp.losses.distillation import (
@@ -196,6 +197,62 @@ def test_a_position_of_weight_zero_counts_nowhere_whatever_its_loss() -> None:
     assert sums_D.tolist() == [pytest.approx(0.126928)]  # log(1 + exp(-2))
     assert states_NH.grad is not None
     assert states_NH.grad[1].tolist() == [0, 0]
+
+
+def batch_with_prompts() -> tuple[list[Tensor], Targets, Tensor, Teacher]:
+    """Two depths of 2 rows of 6, and a trunk. The first 4 positions of row 0 and the last one of row 1 are masked.
+
+    Position 2 of row 1 counts at depth 1 alone.
+    """
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(2, 6, 8, generator=generator).requires_grad_() for _ in range(2)]
+    mask_DBS = torch.ones(2, 2, 6)
+    mask_DBS[:, 0, :4] = mask_DBS[:, 1, 5] = mask_DBS[1, 1, 2] = 0
+    taught_DBS = torch.arange(12).view(2, 6) + torch.arange(2).view(2, 1, 1)
+    targets = Targets(
+        torch.randint(20, (2, 2, 6), generator=generator),
+        mask_DBS,
+        torch.tensor([0.5, 2.0]),
+        taught_DBS,
+        torch.zeros(2, 2, 6),
+        torch.zeros(2, 2, 6, 3, dtype=torch.int64),
+    )
+    weight_VH, trunk_TH = torch.randn(20, 8, generator=generator), torch.randn(13, 8, generator=generator)
+    return states, targets, weight_VH, Teacher(trunk_TH)
+
+
+def test_positions_that_count_at_no_depth_cost_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    product = linear_cross_entropy._Products.of
+
+    def counted(products: linear_cross_entropy._Products, states_NH: Tensor, chunk: slice) -> Tensor:
+        rows.append(len(states_NH))
+        return product(products, states_NH, chunk)
+
+    monkeypatch.setattr(linear_cross_entropy._Products, "of", counted)
+    states, targets, weight_VH, teacher = batch_with_prompts()
+    linear_loss(TotalVariation(), states, targets, weight_VH, Vocabulary(20), teacher)
+    assert sorted(rows) == [8, 2 * 7]  # 8 states of the trunk teach 7 positions, at two depths each
+
+
+def test_positions_that_count_have_the_values_gradients_and_outputs_that_they_have_among_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for leaves_out in (True, False):
+        if not leaves_out:
+            monkeypatch.setattr(linear_cross_entropy, "_counted", lambda _: None)
+        states, targets, weight_VH, teacher = batch_with_prompts()
+        total, sums_D = linear_loss(TotalVariation(), states, targets, weight_VH, Vocabulary(20), teacher)
+        total.backward()
+        counts_BS = targets.mask_DN.any(0)
+        assert targets.overlap_DN is not None
+        assert targets.likeliest_DNC is not None
+        outputs = targets.overlap_DN[:, counts_BS], targets.likeliest_DNC[:, counts_BS].double()
+        gradients = [state.grad for state in states if state.grad is not None]
+        assert len(gradients) == 2
+        found.append([total.detach(), sums_D, *gradients, *outputs])
+    assert worst(*found) <= TOLERANCE
 
 
 @pytest.mark.parametrize("scale", tiered([400.0, 0.1, 0.01], (400.0,)))

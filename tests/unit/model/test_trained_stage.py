@@ -91,6 +91,21 @@ def test_the_model_is_of_megatrons_class_and_computes_its_logits_in_no_step(patt
     assert calls == [1]
 
 
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_trunk_that_is_loaded_draws_no_weights_and_its_mtp_layers_do(loads: bool) -> None:
+    drawn: list[int] = []
+
+    def draw(weight: torch.Tensor) -> torch.Tensor:
+        drawn.append(weight.numel())
+        return weight.data.fill_(0.5)
+
+    model = our_model(1, loads_trunk=loads, init_method=draw, output_layer_init_method=draw)
+    of_layers = [each.numel() for each in model.mtp.parameters() if each.dim() == 2]
+    of_trunk = [each.numel() for name, each in model.named_parameters() if each.dim() == 2 and name[:4] != "mtp."]
+    assert sorted(drawn) == sorted(of_layers if loads else of_layers + of_trunk)
+    assert model.config.perform_initialization
+
+
 @pytest.mark.parametrize("detaches", [True, False])
 def test_a_stage_after_that_of_the_heads_trains_its_output_layer_as_they_say(detaches: bool) -> None:
     """It receives the states of trunk and heads as one tensor, and has no MTP layers or drafters itself."""

@@ -34,7 +34,7 @@ print("LOADED", *sys.modules)
 ALLOWED = """
 import sys
 import megatron_mtp.spec.config, megatron_mtp.checkpoint.families
-import megatron_mtp.cli.verbs, megatron_mtp.common.errors, megatron_mtp.common.files
+import megatron_mtp.cli.verbs, megatron_mtp.common.command, megatron_mtp.common.errors, megatron_mtp.common.files
 print("LOADED", *sys.modules)
 """
 """Config, families, and modules shared by all verbs."""

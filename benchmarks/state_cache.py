@@ -68,7 +68,7 @@ class Sizes(NamedTuple):
         return self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.ffn)
 
     def kinds(self) -> dict[str, tuple[float, float, float]]:
-        """Trained weights, drafts and teachers of a position for each of `HEADS`, without what is small beside them."""
+        """Trained weights, drafts and teachers of a position for each of `HEADS`, without small terms."""
         square, share = self.hidden**2, DRAFTS / TOKENS_PER_BLOCK
         mtp, eagle = self.layer + 2 * square, self.layer + self.hidden * (self.queries + 2 * self.keys)
         block = 2 * (share * self.layer + 2 * self.hidden * self.keys)  # two layers, and the keys of the text

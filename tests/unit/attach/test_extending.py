@@ -257,6 +257,7 @@ def install(folder: Path, heading: str) -> None:
     (installed / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
 
 
+@pytest.mark.matrix
 def test_another_package_adds_a_kind_of_drafters(tmp_path: Path) -> None:
     """It is trained, converted in both directions, and drafts; no file of this package contains its name."""
     install(tmp_path, "A kind of drafters")
@@ -304,6 +305,7 @@ SWITCH_OF_EAGLE = (
 """Files of heads/eagle, text in each, and its replacement with the switch of `added_setting.py`."""
 
 
+@pytest.mark.matrix
 def test_a_switch_of_a_kind_costs_two_files_of_its_folder(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "megatron_mtp", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)  # has the entry points

@@ -1,4 +1,4 @@
-"""Train, attach, export and draft with the kind of drafter that docs/develop/extending.md adds.
+"""Train, attach, export and draft with the kind of drafter that docs/develop/extending_drafters.md adds.
 
 PYTHONPATH=PACKAGES:tests/support python tests/support/added_drafter.py FOLDER
 """

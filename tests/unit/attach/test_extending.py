@@ -1,4 +1,4 @@
-"""The examples of docs/develop/extending.md run unchanged, and do what the page describes."""
+"""The examples of docs/develop/extending*.md run unchanged, and do what the pages describe."""
 
 import os
 import re
@@ -36,7 +36,9 @@ from megatron_mtp.spec.rope_scaling import SCALINGS, scaling_of
 
 
 def section(heading: str) -> str:
-    return (ROOT / "docs/develop/extending.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    pages = [page.read_text() for page in (ROOT / "docs/develop").glob("extending*.md")]
+    (found,) = [page for page in pages if f"\n## {heading}\n" in page]
+    return found.split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
 def run_example(heading: str) -> dict[str, Any]:

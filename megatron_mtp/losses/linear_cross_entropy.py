@@ -1,7 +1,8 @@
 """Output layer and loss together, in chunks of tokens: the logits of all tokens are never in memory at once.
 
 In:  hidden states, the output layer's weight, and the targets of every position.
-Out: one weighted sum of losses. On a CPU, positions that count at no depth, such as prompts and padding, cost nothing.
+Out: one weighted sum of losses. On a CPU, positions that count at no depth, such as prompts and padding, cost
+nothing if they are an eighth or more.
 
 The weights of all positions are known in the forward pass, and the sum enters the total loss with one factor, the
 upstream gradient. So the forward pass computes the gradients while a chunk's logits are in memory, and the backward
@@ -58,6 +59,9 @@ ENTRIES = 512
 """Logits of a position that one product computes on a CPU. The library first copies the weight into its own layout, and
 the copy then stays in a core's cache. With 64 to 128 positions that takes a seventh less time.
 """
+
+MOST_COUNTED = 0.875
+"""Share of positions that count up to which the others get no logits."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +140,11 @@ def linear_loss(
     """
     places = _counted(targets.mask_DN)
     counted = targets if places is None else targets.at(places)
-    given = hidden if places is None else [each[places] for each in hidden]
-    dims = given[0].dim() - 1
-    states = [each.to(weight_VH.dtype) for each in given]
+    states = [(each if places is None else each[places]).to(weight_VH.dtype) for each in hidden]
+    dims = states[0].dim() - 1
     stacked = torch.stack(states, dims) if len(states) > 1 else states[0].unsqueeze(dims)  # stacking one would copy it
     states_NH = stacked.flatten(0, dims)
+    del states, stacked  # copies of the states, if some positions do not count
     if not torch.is_grad_enabled():  # a custom autograd function still saves tensors under no_grad, so detach here
         weight_VH, states_NH = weight_VH.detach(), states_NH.detach()
         bias_VR = None if bias_VR is None else bias_VR.detach()
@@ -158,12 +162,14 @@ def linear_loss(
 def _counted(mask_DN: Tensor) -> tuple[Tensor, ...] | None:
     """Return the positions that count at any depth, an index for each of their dimensions; None to compute all.
 
-    On a GPU all are computed, because the host would wait for their number.
+    All are computed if most count, because the states of those that count have to be copied, and on a GPU, because the
+    host would wait for their number.
     """
     if mask_DN.is_cuda:
         return None
     counts_N = mask_DN.ne(0).any(0)
-    return counts_N.nonzero(as_tuple=True) if counts_N.any() and not counts_N.all() else None
+    most = MOST_COUNTED * counts_N.numel()
+    return counts_N.nonzero(as_tuple=True) if 0 < int(counts_N.sum()) <= most else None
 
 
 class _LinearLoss(torch.autograd.Function):

@@ -36,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the cases marked `matrix` as well")
 
 
+@pytest.hookimpl(optionalhook=True)  # absent with -p no:xdist
 def pytest_xdist_auto_num_workers() -> int:
     """Start one worker more than there are cores: a worker waits for its subprocesses a third of the time."""
     return min((os.cpu_count() or 1) + 1, MOST_WORKERS)

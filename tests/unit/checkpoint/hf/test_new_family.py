@@ -80,6 +80,8 @@ def in_the_package(path: Path) -> None:
     row, table = family.split("HERON = ")[1].rstrip(), "DENSE: tuple[Family, ...] = (\n"
     dense = (families / "dense.py").read_text()
     (families / "dense.py").write_text(dense.replace(table, f"{table}{row},\n"))
+    types = (families / "__init__.py").read_text()
+    (families / "__init__.py").write_text(types.replace("mimo llama", "heron mimo llama"))
     form = form.replace("from megatron_mtp.checkpoint.verify.reference_forms import DepthForm\n", "")
     text = forms.read_text().replace("\n_OWN = {\n", f'\n{form}\n_OWN = {{\n    "heron": HERON_FORM,\n')
     forms.write_text(text)

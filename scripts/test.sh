@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up, lint, type-check and test. A test file runs on each core, and one more.
+# Set up, lint, type-check and test. A test file runs on each core.
 #   scripts/test.sh                the first tier
 #   scripts/test.sh --all          the whole matrix: before releases and after changes to layouts, CPU stand-ins or patches
 #   scripts/test.sh --newest       install the newest torch and transformers (constraints-newest.txt) into .venv

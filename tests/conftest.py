@@ -38,8 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # absent with -p no:xdist
 def pytest_xdist_auto_num_workers() -> int:
-    """Start one worker more than there are cores: a worker waits for its subprocesses a third of the time."""
-    return min((os.cpu_count() or 1) + 1, MOST_WORKERS)
+    """Start a worker on each core."""
+    return min(os.cpu_count() or 1, MOST_WORKERS)
 
 
 @pytest.hookimpl(tryfirst=True)

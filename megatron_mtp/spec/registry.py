@@ -117,8 +117,12 @@ class Imported[T](Mapping[str, T]):
 
     def __getitem__(self, name: str) -> T:
         if name not in self._parts:
-            self._parts[name] = EntryPoint(name, self.rows[name], "").load()
+            self._parts[name] = self._loaded(name)
         return self._parts[name]
+
+    def _loaded(self, name: str) -> T:
+        part: T = EntryPoint(name, self.rows[name], "").load()
+        return part
 
     def __contains__(self, name: object) -> bool:
         return name in self.rows

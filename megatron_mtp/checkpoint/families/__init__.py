@@ -23,9 +23,9 @@ inside.py        DSpark drafters inside a model's folder
 wrapped.py       models around a text model of a known family
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
-from importlib.metadata import EntryPoint
+from typing import Any, override
 
 from megatron_mtp.checkpoint.families.described import described
 from megatron_mtp.checkpoint.families.family import CARRIED, Family, Layout
@@ -33,7 +33,7 @@ from megatron_mtp.checkpoint.families.inside import InnerDrafter
 from megatron_mtp.checkpoint.families.trained import TrainedForm
 from megatron_mtp.checkpoint.families.wrapped import TEXTS, WRAPPERS, wrapped
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.spec.registry import Registry
+from megatron_mtp.spec.registry import Imported, Registry
 
 FILES = {
     "mla:LATENT": "deepseek_v3 kimi_k2 kimi_k25 glm4_moe_lite deepseek_v2 sarvam_mla youtu",
@@ -54,27 +54,16 @@ FILES = {
 """File and rows of every `model_type` of this package, in the order of tables."""
 
 
-class _Rows(Mapping[str, Family]):
-    """The rows of `FILES` by `model_type`; a file is imported when one of its types is looked up."""
+class _Rows(Imported[Family]):
+    """Rows of tables by `model_type`; what is imported is the table."""
 
-    def __init__(self, files: Mapping[str, str]) -> None:
-        self._file_of = {model_type: file for file, types in files.items() for model_type in types.split()}
-
-    def __getitem__(self, model_type: str) -> Family:
-        rows = EntryPoint(model_type, f"{__name__}.{self._file_of[model_type]}", "").load()
-        return next(row for row in rows if model_type in row.model_types)
-
-    def __contains__(self, model_type: object) -> bool:
-        return model_type in self._file_of
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
-
-    def __len__(self) -> int:
-        return len(self._file_of)
+    @override
+    def _loaded(self, name: str) -> Family:
+        table: Any = super()._loaded(name)
+        return next(row for row in table if name in row.model_types)
 
 
-_OWN = _Rows(FILES)
+_OWN = _Rows({model_type: f"{__name__}.{file}" for file, types in FILES.items() for model_type in types.split()})
 """The families of this package by `model_type`; the first that fits is the form of a trained model."""
 
 FAMILIES: Registry[Family] = Registry("megatron_mtp.families", _OWN)

@@ -15,9 +15,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
 from megatron_mtp.data.sources import sources_of
-
-Documents = tuple[Tensor, Tensor]
-"""Document numbers [N], and their acceptance counts [N, 4, D]."""
+from megatron_mtp.losses.head_objective import Documents
 
 
 def named_prefixes(args: Namespace) -> list[str]:

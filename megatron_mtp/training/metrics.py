@@ -25,12 +25,13 @@ from torch import Tensor
 
 from megatron_mtp.common.acceptance import EXPECTED_LENGTH, RECORD, AcceptanceStats, BySource, record_of
 from megatron_mtp.common.files import written_beside
+from megatron_mtp.losses.head_objective import Documents
 from megatron_mtp.megatron.checkpoint import TRACKER
 from megatron_mtp.spec.head import HEADS
 from megatron_mtp.spec.kinds import kind_of
 from megatron_mtp.training.best_state import BestState
 from megatron_mtp.training.contexts import by_context
-from megatron_mtp.training.documents import Documents, by_source, gathered
+from megatron_mtp.training.documents import by_source, gathered
 from megatron_mtp.training.run_files import (
     DOCUMENTS,
     METRICS,

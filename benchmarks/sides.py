@@ -118,7 +118,7 @@ def set_up_megatron(sizes: Sizes, depths: int | None, *more: str) -> None:
     of_mtp = [] if depths is None else ["--mtp-num-layers", str(depths)]
     sys.argv = [sys.argv[0], *launch_line(sizes), *of_mtp, *more]
     set_machine_flags(sys.argv, ON_CPU)
-    parse_checked_args()
+    parse_checked_args(ON_CPU)
     initialize_megatron()
     set_jit_fusion_options(tp_size=get_args().tensor_model_parallel_size)
 

@@ -95,7 +95,7 @@ def set_connections(argv: list[str]) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def parse_checked_args(on_cpu: bool = False) -> tuple[Namespace, MTPModelConfig]:
+def parse_checked_args(on_cpu: bool) -> tuple[Namespace, MTPModelConfig]:
     """Parse, check and validate `sys.argv`. Sets Megatron's global arguments and tokenizer.
 
     With `on_cpu`, flags that need a CUDA device are refused.

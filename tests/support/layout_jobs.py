@@ -38,6 +38,7 @@ from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.initialize import initialize_megatron
 from megatron.training.training import evaluate, train_step
 
+from megatron_mtp.megatron import cpu
 from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.training import checks
 from megatron_mtp.training.arguments import mtp_config_from_args, parse_checked_args, set_machine_flags
@@ -171,7 +172,7 @@ def build(
     sys.argv = ["layout_worker.py", *command_line.split()]
     set_machine_flags(sys.argv, ON_CPU)
     with mock.patch.object(checks, "checkpoint_exists", return_value=True) if not given.depths else nullcontext():
-        args, model_config = parse_checked_args()  # `init` draws a drafter together with its trunk
+        args, model_config = parse_checked_args(cpu.installed())  # `init` draws a drafter together with its trunk
     args.reads_chats = given.packed  # batches are created here
     if given.exact:  # Megatron does not clip gradients in float64
         model_config.transformer.params_dtype = model_config.transformer.pipeline_dtype = torch.float64

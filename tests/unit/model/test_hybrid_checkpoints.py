@@ -12,6 +12,7 @@ from trained_folders import save
 
 from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.cli import main as cli
+from megatron_mtp.megatron import cpu
 from megatron_mtp.megatron.checkpoint.reader import DistReader
 from megatron_mtp.megatron.parsing import parsed
 from megatron_mtp.model.arguments import MTPModelConfig, config_of
@@ -48,7 +49,7 @@ def parsed_run(flags: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Namespace, 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     set_machine_flags(sys.argv, on_cpu=True)
-    return parse_checked_args()
+    return parse_checked_args(cpu.installed())
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from run_flags import DEPTHS, MOCK, MODEL, ROPE, _in_no_job, refusal  # noqa: F4
 
 from megatron_mtp.cli import main as cli
 from megatron_mtp.cli.train import EXAMPLES
+from megatron_mtp.megatron import cpu
 from megatron_mtp.megatron.checkpoint import reader
 from megatron_mtp.megatron.checkpoint.reader import StoredDepths
 from megatron_mtp.megatron.parser import APEX, CUDA, TE, flags_without
@@ -222,7 +223,7 @@ def test_a_run_without_other_data_trains_without_evaluations(
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words.split(), *flags_without(CUDA)])
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    args, _ = parse_checked_args()
+    args, _ = parse_checked_args(cpu.installed())
     assert args.eval_iters == evaluations
     assert ("training without evaluations, as with --eval-iters 0" in capsys.readouterr().out) == (evaluations == 0)
 
@@ -300,7 +301,7 @@ def test_older_ways_of_saying_mean_what_they_mean_to_megatron(
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words.split(), *flags_without(CUDA)])
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    args, model = parse_checked_args()
+    args, model = parse_checked_args(cpu.installed())
     assert (args.mtp_num_layers, model.transformer.mtp_num_layers) == (depths, depths)
     assert args.position_embedding_type == position
 
@@ -320,7 +321,7 @@ def test_depths_are_switched_off_in_a_line_that_has_them(
     """With --mtp-num-layers 0 after a script's flags; each of these flags was rejected before."""
     words = f"{MODEL} {ROPE} {MOCK} {UNUSED} --mtp-linear-ce-main --mtp-num-layers 0"
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words.split(), *flags_without(CUDA)])
-    args, model = parse_checked_args()
+    args, model = parse_checked_args(cpu.installed())
     assert args.mtp_num_layers is model.transformer.mtp_num_layers is None
     assert model.mtp == MTPConfig(mtp_linear_ce_main=True)
     assert not args.mtp_use_repeated_layer
@@ -554,6 +555,6 @@ def test_the_first_example_of_the_help_names_all_that_a_run_needs(monkeypatch: p
     first = EXAMPLES.partition("megatron-mtp train ")[2].partition("\n\n")[0].replace("\\\n", " ")
     words = first.partition("--data-path")[0] + f"{MOCK} --tokenizer-type NullTokenizer --vocab-size 99"
     monkeypatch.setattr(sys, "argv", ["train", *words.split(), *flags_without(CUDA)])
-    args, _ = parse_checked_args()
+    args, _ = parse_checked_args(cpu.installed())
     assert args.eval_interval is not None
     assert set(first.split()) >= {"--data-path", "--tokenizer-type", "--tokenizer-model", "--mtp-num-layers"}

@@ -16,6 +16,7 @@ from packaging.version import Version
 from tiers import tiered
 
 from megatron_mtp.decoding import load
+from megatron_mtp.megatron import cpu
 from megatron_mtp.megatron.parser import TE, flags_without
 from megatron_mtp.training.arguments import parse_checked_args
 from megatron_mtp.training.checks import check_precision
@@ -72,7 +73,7 @@ def test_there_are_twenty_lines_and_more() -> None:
 def test_a_line_with_mtp_layers_means_the_same_as_in_megatron(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     line = LINES[name]
     launch(line, line.mended, monkeypatch)
-    args, model = parse_checked_args()
+    args, model = parse_checked_args(cpu.installed())
     assert (args.mtp_num_layers, model.transformer.mtp_num_layers) == (line.depths, line.depths)
     forget()
     launch(line, f"{line.mended} {line.for_megatron}", monkeypatch)
@@ -90,7 +91,7 @@ def test_a_line_without_transformer_engine_trains_or_names_it(name: str, monkeyp
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
     launch(line, f"{line.mended} {' '.join(flags_without(TE))}", monkeypatch)
     try:
-        args, model = parse_checked_args()
+        args, model = parse_checked_args(cpu.installed())
         check_precision(args)
     except ValueError as error:
         assert re.search(WITHOUT_TE, str(error)), error  # noqa: PT017
@@ -111,7 +112,7 @@ def test_a_checkpoint_of_a_line_drafts(name: str, monkeypatch: pytest.MonkeyPatc
     """On one rank and two, with and without Transformer Engine, whatever the run's layout, fusions and precision."""
     line = LINES[name]
     launch(line, line.mended, monkeypatch)
-    args, model = parse_checked_args()
+    args, model = parse_checked_args(cpu.installed())
     monkeypatch.undo()  # a machine without Transformer Engine
     for ranks, has_te in itertools.product((1, 2), (False, True)):
         monkeypatch.setattr("torch.distributed.get_world_size", lambda: ranks)  # noqa: B023
@@ -137,4 +138,4 @@ def test_a_line_that_depths_cannot_train_with_is_refused(line: Line, monkeypatch
     assert line.refused is not None
     launch(line, line.flags, monkeypatch)
     with pytest.raises((ValueError, AssertionError), match=line.refused.says):  # ours or Megatron's
-        parse_checked_args()
+        parse_checked_args(cpu.installed())

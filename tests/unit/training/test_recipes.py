@@ -8,6 +8,7 @@ import pytest
 from cluster import RECIPES, Cluster
 
 from megatron_mtp.checkpoint.families.trained import epsilon_note
+from megatron_mtp.megatron import cpu
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
 
 GPUS = {"moe_16b": 32, "nemotron_h_8b": 16, "qwen3_8b": 16, "smollm2_135m": 8, "tiny": 2}
@@ -33,7 +34,7 @@ def parsed(recipe: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> Na
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(GPUS[recipe])}.items():
         monkeypatch.setenv(name, value)
     set_machine_flags(sys.argv, on_cpu=True)
-    args, _ = parse_checked_args()
+    args, _ = parse_checked_args(cpu.installed())
     return args
 
 

@@ -25,7 +25,7 @@ this rank's slice of the vocabulary, D depths, T states of the trunk. Positions 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
@@ -87,12 +87,9 @@ class Targets:
 
     def at(self, places: tuple[Tensor, ...]) -> "Targets":
         """Return the targets of some positions, given an index for each of their dimensions."""
-        arrays = self.labels_DN, self.mask_DN, self.taught_DN, self.overlap_DN, self.likeliest_DNC
         index: tuple[slice | Tensor, ...] = (slice(None), *places)
-        labels_DN, mask_DN, *more = (None if each is None else each[index] for each in arrays)
-        assert labels_DN is not None
-        assert mask_DN is not None
-        return Targets(labels_DN, mask_DN, self.scale_D, *more)
+        of_depths = {name: value for name, value in vars(self).items() if name != "scale_D" and value is not None}
+        return replace(self, **{name: value[index] for name, value in of_depths.items()})
 
     def take(self, found: "Targets", places: tuple[Tensor, ...]) -> None:
         """Copy the outputs of some positions, whose targets are `found`."""

@@ -34,9 +34,7 @@ class TextDataset(GPTDataset):
         return {**sample, "documents": torch.from_numpy(self._first + padded_S)}
 
     def places(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return document and offset of each token of a sample: one more than positions, or fewer where the data end.
-        at the end.
-        """
+        """Return document and offset of each token of a sample: one more than positions, or fewer at the data's end."""
         place = self.shuffle_index[idx]
         (first, start), (last, end) = self.sample_index[place], self.sample_index[place + 1]
         numbers, tokens = list[np.ndarray](), list[np.ndarray]()

@@ -14,7 +14,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 
 from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.training import datasets, megatron_lm
-from megatron_mtp.training.texts import AnswersDataset, read_answers
+from megatron_mtp.training.texts import AnswersDataset, TextDataset, read_answers
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -64,7 +64,7 @@ def test_only_answers_count_of_megatrons_rows(length: int, changes: dict[str, An
 def test_the_flag_chooses_the_data_set() -> None:
     given = Namespace(mock_data=False, reads_chats=False, mtp_mask_prompts=True, mtp_state_cache=None)
     assert datasets.KINDS[datasets.kind_of_data(given)] is AnswersDataset
-    assert datasets.kind_of_data(Namespace(**{**vars(given), "mtp_mask_prompts": False})) == "text"
+    assert datasets.KINDS[datasets.kind_of_data(Namespace(**{**vars(given), "mtp_mask_prompts": False}))] is TextDataset
 
 
 def test_data_without_answers_is_refused(tmp_path: Path) -> None:

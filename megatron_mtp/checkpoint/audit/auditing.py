@@ -20,7 +20,7 @@ from megatron_mtp.checkpoint.audit.folder import open_folder
 from megatron_mtp.checkpoint.audit.numbers import check_numbers
 from megatron_mtp.checkpoint.audit.quantization import check_scales
 from megatron_mtp.checkpoint.audit.saved import FROM_CHECKPOINT, MegatronSide, Side, open_saved
-from megatron_mtp.checkpoint.audit.side import DEPTH, HEAD, KINDS, TRUNK, DrafterSide, HFSide, Parts
+from megatron_mtp.checkpoint.audit.side import HEAD, KINDS, DrafterSide, HFSide, Parts
 from megatron_mtp.checkpoint.convert import computation
 from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.families.family import UntrainableError
@@ -151,15 +151,14 @@ def facts(side: Side, letter: str = "") -> dict[str, Any]:
     parts, sizes = side.parts, Counter[str]()
     for name, entry in side.tensors.items():
         sizes[parts.of(name).kind] += entry.bytes
-    depths = parts.numbered(DEPTH, side.tensors)
     return {
         **({"side": letter} if letter else {}),
         "path": str(side.path),
         "form": side.form,
         **own,
-        "layers": {"config": side.layers, "files": len(parts.numbered(TRUNK, side.tensors))},
-        "depths": {"config": side.said_depths, "files": len(depths)},
-        "tensors of each depth": [len(names) for names in depths.values()],
+        "layers": {"config": side.layers, "files": len(side.trunk_layers)},
+        "depths": {"config": side.said_depths, "files": len(side.depths)},
+        "tensors of each depth": [len(names) for names in side.depths.values()],
         "tied": bool(side.tied),
         "copies": len(side.copies),
         "tensors": len(side.tensors),

@@ -55,7 +55,7 @@ def contents(side: Side) -> list[Finding]:
         ends = (name for name in side.of_class if _is_end(side, name) and side.family is None)
         plan = list(dict.fromkeys([*plan, *ends, *faults.lost]))
         if side.described is not None and side.inside is None:
-            plan = [*side.described.lost(held, side.layers), *_thin(side)]
+            plan = [*side.described.lost(held, side.layers), *thin_depths(side.depths, side.trunk_layers)]
     layers = range(max(there, default=-1) + 1 if known is None else known)
     missing = lacking(parts, range(said or 0), layers, plan, held)
     every = [*missing, *_uncounted(side, len(parts.numbered(DEPTH, held))), *found, *_of_drafter_inside(side)]
@@ -171,9 +171,8 @@ def _of_drafter_inside(side: Side) -> Iterator[Finding]:
 
 def _of_shared_index(side: Side) -> Iterator[Finding]:
     """Report a config in which later drafts reuse the keys of the first, if no MTP layer chooses keys."""
-    depths = side.parts.numbered(DEPTH, side.tensors)
     shares = side.kept_keys.get(INDEX_SHARE) is True
-    if depths and shares and not any(INDEXER in name for own in depths.values() for name in own):
+    if side.depths and shares and not any(INDEXER in name for own in side.depths.values() for name in own):
         says = (
             f"'{INDEX_SHARE}' is true, but the MTP layer has no indexer that chooses keys: engines draft with a chain."
         )
@@ -198,17 +197,17 @@ def _of_carried(side: Side) -> CarriedFaults:
 
 
 def _carried_faults(side: Side, of_class: Mapping[str, Shape], inner: Mapping[str, str]) -> CarriedFaults:
-    shapes: dict[str, Shape | None]
     if isinstance(side, HFSide):
-        shapes = {side.misnamed.get(name, name): entry.shape for name, entry in side.tensors.items()}
-        shapes |= dict.fromkeys(side.unread)
-        depths = side.parts.numbered(DEPTH, shapes)
-        return carried_faults(of_class, shapes, depths, inner)
-    keys = {key.removeprefix(CARRIED): key for key in side.tensors if key.startswith(CARRIED)}
-    shapes = {name: side.tensors[key].shape for name, key in keys.items()}
+        stored = {side.misnamed.get(name, name): name for name in side.tensors}
+    else:
+        stored = {key.removeprefix(CARRIED): key for key in side.tensors if key.startswith(CARRIED)}
+    shapes: dict[str, Shape | None] = {name: side.tensors[key].shape for name, key in stored.items()}
+    shapes |= dict.fromkeys(side.unread)
     faults = carried_faults(of_class, shapes, side.parts.numbered(DEPTH, shapes), inner)
-    wrong = {keys[name]: shape for name, shape in faults.shapes.items()}
-    return CarriedFaults(faults.lost, tuple(keys[name] for name in faults.left), wrong)
+    if isinstance(side, HFSide):
+        return faults
+    wrong = {stored[name]: shape for name, shape in faults.shapes.items()}
+    return CarriedFaults(faults.lost, tuple(stored[name] for name in faults.left), wrong)
 
 
 def _left_over(side: HFSide, plan: list[str], carried: Collection[str]) -> Iterator[Finding]:
@@ -282,11 +281,6 @@ def _types(side: HFSide) -> Iterator[Finding]:
         yield Finding("type", says, advice, WARNING, ("dtype",))
 
 
-def _thin(side: Side) -> Iterator[str]:
-    """Report tensors missing from MTP layers whose inner layer has only some tensors of a trunk layer."""
-    return thin_depths(*(side.parts.numbered(kind, side.tensors) for kind in (DEPTH, TRUNK)))
-
-
 def _called_for(side: MegatronSide, lost: Collection[str]) -> list[str]:
     """Return the tensors that a checkpoint must have: ends of the model, frames of MTP layers, what other layers have.
 
@@ -296,17 +290,17 @@ def _called_for(side: MegatronSide, lost: Collection[str]) -> list[str]:
     names = [EMBEDDING, next((key for key in final if key in side.tensors), final[0])]
     names += [OUTPUT] * (side.tied is False)
     if side.kept and not side.runs and side.reader is not None:
-        there = {kind: side.parts.numbered(kind, side.tensors) for kind in (TRUNK, DEPTH)}
+        there = {TRUNK: side.trunk_layers, DEPTH: side.depths}
         parts = ((name, side.parts.of(name)) for name in lost)
         names += [name for name, part in parts if part.index in there.get(part.kind, ())]
     else:
-        for kind in (DEPTH, TRUNK):
-            names += lost_of_other_layers(side.parts.numbered(kind, side.tensors))
-    for depth, own in side.parts.numbered(DEPTH, side.tensors).items():
+        for layers in (side.depths, side.trunk_layers):
+            names += lost_of_other_layers(layers)
+    for depth, own in side.depths.items():
         frame = [f"mtp.layers.{depth}.{part}" for part in FRAME]
         if not set(own).isdisjoint(frame[:3]):
             names += frame if side.runs else frame[:3]
-    return list(dict.fromkeys([*names, *_thin(side), *_of_drafter(side)]))
+    return list(dict.fromkeys([*names, *thin_depths(side.depths, side.trunk_layers), *_of_drafter(side)]))
 
 
 def _of_drafter(side: MegatronSide) -> Iterator[str]:

@@ -234,10 +234,20 @@ class Opened(ABC):
     def kept_keys(self) -> Mapping[str, Any]:
         """Keys of the model's `config.json`, including those of its text model; empty if there is none."""
 
+    @cached_property
+    def depths(self) -> dict[int, list[str]]:
+        """Names of the tensors of each MTP layer, by index."""
+        return self.parts.numbered(DEPTH, self.tensors)
+
+    @cached_property
+    def trunk_layers(self) -> dict[int, list[str]]:
+        """Names of the tensors of each layer of the trunk, by index."""
+        return self.parts.numbered(TRUNK, self.tensors)
+
     @property
     def held_depths(self) -> int:
         """Number of MTP layers up to the last one that has a tensor."""
-        return max(self.parts.numbered(DEPTH, self.tensors), default=-1) + 1
+        return max(self.depths, default=-1) + 1
 
     @property
     def has_drafter(self) -> bool:
@@ -336,7 +346,7 @@ class HFSide(Opened):
         if self.inside is not None:
             counted = {"stages": len(self.inside.stages), "block": self.inside.block}
             return {"kind": TITLE, **counted, "key": next(iter(self.inside.keys), None)}
-        form, count = self.stored_as, len(self.parts.numbered(DEPTH, self.tensors))
+        form, count = self.stored_as, len(self.depths)
         if isinstance(form, Described) and form.at is None:
             return {"kind": "no MTP layers", "key": None}
         if not count and not self.said_depths:

@@ -48,7 +48,7 @@ def check_carried(path: Path, config: HFConfig, family: Family, layout: Layout, 
         ValueError: they differ from those of transformers' class or of the model's other layers, or belong to MTP
             layers without a projection, which are not counted.
     """
-    of_class, depths = class_tensors(path), depths_in(config, family, shapes)
+    of_class, depths = class_tensors(path), {} if family.depths is None else family.depths.by_depth(config, shapes)
     if family.depths is not None and (uncounted := [depth for depth in depths if depth >= layout.depths]):
         others = depths[uncounted[0]]
         raise ValueError(
@@ -71,16 +71,6 @@ def check_carried(path: Path, config: HFConfig, family: Family, layout: Layout, 
             f"'{faults.left[0]}' in {path} is not a tensor of other layers or of {class_of}, and nothing is dropped "
             "silently; correct the config, or the name."
         )
-
-
-def depths_in(config: HFConfig, family: Family, names: Iterable[str]) -> dict[int, list[str]]:
-    """Return the carried tensors and the frames of each MTP layer, by index."""
-    found: dict[int, list[str]] = defaultdict(list)
-    for name in names:
-        depth = None if family.depths is None else family.depths.depth_of(config, name)
-        if depth is not None:
-            found[depth].append(name)
-    return dict(sorted(found.items()))
 
 
 def carried_faults(

@@ -127,6 +127,14 @@ class Depths:
         depth = int(match.group(1) or 0) - (config.integer("num_hidden_layers") if "{n}" in self.prefix else 0)
         return depth if depth >= 0 else None
 
+    def by_depth(self, config: HFConfig, names: Iterable[str]) -> dict[int, list[str]]:
+        """Return the carried tensors of each MTP layer, its frame included, by index."""
+        found: dict[int, list[str]] = {}
+        for name in names:
+            if (depth := self.depth_of(config, name)) is not None:
+                found.setdefault(depth, []).append(name)
+        return dict(sorted(found.items()))
+
     def is_never_quantized(self, module: str) -> bool:
         """Return whether engines never quantize this module."""
         return self.never_quantized is not None and re.fullmatch(self.never_quantized, module) is not None

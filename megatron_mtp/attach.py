@@ -50,8 +50,6 @@ from megatron_mtp.model.stages import ReadStates
 from megatron_mtp.model.stock import (
     FROZEN,
     OWN,
-    StockHead,
-    add_block,
     fill_absent,
     is_frozen,
     refused_arguments,
@@ -148,6 +146,8 @@ def attach(
         if (file := head.settings.mtp_draft_vocab_file) is not None
     }
     if mtp is not None and not adopts:
+        from megatron_mtp.model.stock_mtp import add_block
+
         assert mtp.depths is not None
         for chunk in chunks:
             add_block(chunk, mtp.depths, block)
@@ -216,10 +216,7 @@ class Attached(Attachment):
         placeholders: Sequence[int] = (),
     ) -> None:
         here = heads if model.post_process else ()
-        made = [
-            StockHead(model, head.settings.mtp_unroll) if head.module == MTP else getattr(model, head.module)
-            for head in here
-        ]
+        made = [_stock_head(model, head) if head.module == MTP else getattr(model, head.module) for head in here]
         super().__init__(model, made, true_vocab_size=true_vocab_size)
         self.given, self.weight, self.mask_at, self._chunks = list(heads), weight, mask_at, chunks
         self.progress = HALFWAY
@@ -480,6 +477,12 @@ class Attached(Attachment):
         joined_BS = torch.cat(parts, dim=1)
         order_RS = positions_of_group(group, joined_BS.size(1), packed)
         return joined_BS[:, to_device(order_RS.flatten().argsort(), joined_BS.device)]
+
+
+def _stock_head(model: Any, head: Head) -> DraftHead:
+    from megatron_mtp.model.stock_mtp import StockHead
+
+    return StockHead(model, head.settings.mtp_unroll)
 
 
 def _check(chunk: Any, heads: Sequence[Head], weight: float | None, block: str, adopts: bool) -> None:

@@ -18,8 +18,9 @@ around_layers.py     recomputation and quantization of MTP layers, as Megatron d
 mixing.py            hidden-state mixing: which state an MTP layer continues from (--mtp-hidden-state-mixing)
 chain.py             inputs of the MTP layers, and running layers one after another
 mtp_block.py         MultiTokenPredictionBlock: all MTP layers, sequential or parallel
-stock.py             MTP layers for a model of Megatron's own class: a new block, and what cannot have one
-stock_drafter.py     drafters for a model of Megatron's own class
+stock.py             models of Megatron's own class: which cannot have heads, and what all new heads need
+stock_mtp.py         MTP layers for such a model: a new block, and running its layers
+stock_drafter.py     drafters for such a model
 drafter.py           base classes of drafters (--drafter): features, output layer, keys in checkpoints
 one_layer.py         drafters with one layer in K passes, such as EAGLE
 block_drafter.py     drafters of a block of K tokens in one pass, as DFlash

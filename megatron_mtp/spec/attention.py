@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
-from megatron_mtp.spec.rope_scaling import MSCALES, scaling_of
-
 OF_LATENT_TRUNKS = (128, 64, 32, 16, 8)
 """Channels of a head if the trunk has latent attention: the first value for which a multiple of 8 heads fills the
 hidden size.
@@ -24,6 +22,8 @@ def parsed_scaling(text: str, is_latent: bool = False) -> dict[str, Any] | None:
     Raises:
         ValueError: it is not a JSON object, or as of `scaling_of`.
     """
+    from megatron_mtp.spec.rope_scaling import scaling_of
+
     example = """'{"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 4096}'"""
     try:
         keys = json.loads(text)
@@ -183,6 +183,9 @@ def _scaling_behind(trunk: AttentionSizes, is_latent: bool) -> dict[str, Any] | 
     """Return the trunk's scaling for a drafter; other attention has its own factors of angles and scores."""
     if trunk.scaling is None or is_latent == (trunk.latents is not None):
         return trunk.scaling
+
+    from megatron_mtp.spec.rope_scaling import MSCALES, scaling_of
+
     try:
         return scaling_of({name: value for name, value in trunk.scaling.items() if name not in MSCALES}, is_latent)
     except ValueError as error:

@@ -42,7 +42,6 @@ from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.spec.head import HEADS, HeadSettings, drafted_steps, heads_of, trained_depths
 from megatron_mtp.training.contexts import numbers_of_contexts
 from megatron_mtp.training.reading_stages import reads_data, reads_everything, reads_packed_rows, reads_positions
-from megatron_mtp.training.row_keys import Rows, keys_of
 from megatron_mtp.training.short_log import say
 
 if TYPE_CHECKING:
@@ -289,9 +288,12 @@ def get_batch(
     if batch["cu_seqlens"] is not None:
         offsets = loaded if tp_rank == 0 else batch  # on other ranks, wait for the broadcast
         batch.update({name: None if batch[name] is None else offsets[name].cpu() for name in OFFSETS})
-    keys = keys_of(batch, args.reset_attention_mask) if keeps_states else []
-    is_joined, ranks_RS = batch["cu_seqlens"] is not None, None
-    if is_joined:
+    ranks_RS = rows = None
+    if keeps_states:
+        from megatron_mtp.training.row_keys import rows_of
+
+        rows = rows_of(batch, args.reset_attention_mask)
+    if batch["cu_seqlens"] is not None:
         join_rows(batch)
     depths = None
     if batch["labels"] is not None:
@@ -310,8 +312,8 @@ def get_batch(
         positions_S = ranks_RS[group.rank()]
         keep_positions(batch, to_device(positions_S, whole_BS.device))
         depths = None if depths is None else depths.at(positions_S)
-    if keeps_states:
-        batch["rows"] = Rows(keys, is_joined, ranks_RS)
+    if rows is not None:
+        batch["rows"] = replace(rows, positions_RS=ranks_RS)
     return batch, depths
 
 

@@ -28,8 +28,8 @@ class Rows:
     positions_RS: Tensor | None = None
 
 
-def keys_of(batch: dict[str, Any], resets_attention: bool) -> list[bytes]:
-    """Compute the digests of a batch's whole rows, before they are joined or sliced."""
+def rows_of(batch: dict[str, Any], resets_attention: bool) -> Rows:
+    """Identify a batch's whole rows, before they are joined or sliced."""
     values = [batch[name].cpu().contiguous().numpy() for name in OF_DIGEST if batch.get(name) is not None]
     keys = []
     for row in zip(*values, strict=True):
@@ -38,4 +38,4 @@ def keys_of(batch: dict[str, Any], resets_attention: bool) -> list[bytes]:
             made.update(f"{value.dtype}{value.shape}".encode())
             made.update(value.tobytes())
         keys.append(made.digest())
-    return keys
+    return Rows(keys, batch["cu_seqlens"] is not None)

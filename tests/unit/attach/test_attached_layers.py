@@ -36,7 +36,8 @@ from megatron_mtp.losses.mtp_loss import mtp_loss
 from megatron_mtp.losses.stage_loss import _documents
 from megatron_mtp.megatron.patches.patch import original_of
 from megatron_mtp.megatron.patches.table import PATCHES
-from megatron_mtp.model.stock import _end_of, refused_heads, tied_embedding
+from megatron_mtp.model.stock import refused_heads, tied_embedding
+from megatron_mtp.model.stock_mtp import _end_of
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training.parameter_group import get_mtp_optimizer, mtp_grad_norm
 

@@ -77,9 +77,9 @@ WITHOUT_MEGATRON = [
 MOST_IMPORTED = {
     "losses.linear_cross_entropy": (11, 1_800),
     "losses.objective": (16, 2_500),
-    "attach": (35, 6_000),
-    "training.forward_step": (30, 5_000),
-    "training.run": (68, 11_000),
+    "attach": (29, 5_350),
+    "training.forward_step": (28, 4_700),
+    "training.run": (67, 11_000),
     "checkpoint.convert.import_hf": (51, 7_800),
     "decoding.engine": (49, 8_600),
     "server.async_engine": (30, 4_850),

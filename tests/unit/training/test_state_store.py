@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.training import state_store
-from megatron_mtp.training.row_keys import keys_of
+from megatron_mtp.training.row_keys import rows_of
 from megatron_mtp.training.state_store import CALLED, HIDDEN, StateStore, column_of
 
 IDENTITY: Mapping[str, object] = dict.fromkeys(CALLED, "some")
@@ -105,8 +105,9 @@ def test_the_disk_is_asked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_row_is_known_by_all_that_its_states_depend_on() -> None:
     def keys(resets: bool = False, **changes: Tensor) -> list[bytes]:
-        batch = {"tokens": torch.arange(8).view(2, 4), "position_ids": torch.arange(4).expand(2, 4), "labels": None}
-        return keys_of({**batch, **changes}, resets)
+        positions = torch.arange(4).expand(2, 4)
+        batch = {"tokens": torch.arange(8).view(2, 4), "position_ids": positions, "labels": None, "cu_seqlens": None}
+        return rows_of({**batch, **changes}, resets).keys
 
     first, second = keys()
     assert first != second

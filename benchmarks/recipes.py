@@ -12,11 +12,13 @@ recipes     Those of `megatron-mtp recipes` that suit a frozen trunk, and plain 
             Learning rate, schedule, optimizer, number of drafts and drafter sizes are the same for all, so a recipe
             stands for its loss, its hidden states and its loss weights.
 conditions  The dense trunk on text like its training text, 256 tokens long; and one change at a time: a trunk with
-            experts, a hybrid trunk, code of other authors, chats, and contexts of 64 and 1,024 tokens.
-            --conditions N takes the first N of them.
+            experts, a hybrid trunk, code of other authors, chats, and contexts of 64 and 1,024 tokens. The last one is
+            a context of 16,384 tokens, for heads that are trained on 1,024, on a trunk with windows of 256 tokens,
+            which is as good there as at 1,024. --conditions N takes the first N of them.
 
-The trunks have four layers and are trained here, on Python source. A published order holds where the difference has its
-sign and exceeds twice its standard error, over documents and over seeds; within that it is undecided.
+The trunks have four layers and are trained here, on Python source. Heads of a model given by --trunk draft its 8,192
+most frequent tokens. A published order holds where the difference has its sign and exceeds twice its standard error,
+over documents and over seeds; within that it is undecided.
 """
 
 import json
@@ -85,6 +87,10 @@ TRUNKS = {
         f"--hybrid-layer-pattern {HYBRID} --hidden-size 64 --ffn-hidden-size 176 --mamba-state-dim 16 "
         "--mamba-head-dim 16 --mamba-num-groups 2"
     ),
+    "windowed": (
+        "--num-layers 4 --hidden-size 64 --ffn-hidden-size 176 --untie-embeddings-and-output-weights "
+        "--window-size 255,0 --max-position-embeddings 16384"
+    ),
 }
 CONDITIONS = (
     ("dense", "same", 256),
@@ -94,13 +100,20 @@ CONDITIONS = (
     ("dense", "chat", 256),
     ("dense", "same", 64),
     ("dense", "same", 1024),
+    ("windowed", "same", 16384),
 )
-"""Trunk, domain and context: one of the three differs from the first row's."""
+"""Trunk, domain and context: one of the three differs from the first row's, except in the last."""
+
+LONGEST_TRAINED = 1024
+"""Longest sequences that heads are trained on; a training step on 16,384 tokens takes half a minute of a core."""
 
 NOT_TRAINED = ("glm-5.2", "hybrid")
 """Combination that cannot be trained: the passes attend to the first one's keys, which a hybrid trunk's MTP layers may
 not have.
 """
+
+DRAFTED = 8192
+"""Tokens that the heads of a given model draft; with all 49,152 of SmolLM2, a step takes four times as long."""
 
 STEP_TOKENS = 512
 TOKENS_PER_BLOCK = 4
@@ -177,23 +190,30 @@ class Bench:
         return found
 
     def _trained(self, cell: Cell) -> dict[str, Any]:
-        folder, text = self.place / "run", self.texts[cell.domain]
+        folder, text, context = self.place / "run", self.texts[cell.domain], min(cell.context, LONGEST_TRAINED)
         remove(folder)  # from the previous cell
-        states = self.place / "states" / f"{cell.trunk}-{cell.domain}-{cell.context}"
-        batch = max(STEP_TOKENS // cell.context, 1)
-        steps = max(self.steps * STEP_TOKENS // (batch * cell.context), 1)
+        states = self.place / "states" / f"{cell.trunk}-{cell.domain}-{context}"
+        batch = max(STEP_TOKENS // context, 1)
+        steps = max(self.steps * STEP_TOKENS // (batch * context), 1)
         flags = ["--use-checkpoint-args", "--load", self.place / "trunks" / cell.trunk, "--finetune"]
         flags += ["--train-data-path", text.trained, "--valid-data-path", text.judged, *SHARED[-3:]]
-        flags += ["--tokenizer-model", self.tokenizer, "--seq-length", cell.context, "--seed", 1000 + cell.seed]
+        flags += ["--tokenizer-model", self.tokenizer, "--seq-length", context, "--seed", 1000 + cell.seed]
         flags += ["--micro-batch-size", batch, "--global-batch-size", batch, "--train-iters", steps]
-        flags += ["--eval-interval", steps, "--eval-iters", max(JUDGED_TOKENS // cell.context // batch, 1)]
+        flags += ["--eval-interval", steps, "--eval-iters", max(JUDGED_TOKENS // context // batch, 1)]
         flags += ["--mtp-metrics-dir", folder, "--mtp-state-cache", states, "--mtp-draft-prompts", self._prompts(cell)]
-        flags += ["--bf16"] if self.model is not None else []
-        run("train", *flags, *recipe_flags(cell.recipe, cell.trunk, cell.context), *SAME_RATES.split())
-        row = read_rows(folder)[-1]
+        flags += ["--bf16", "--mtp-draft-vocab-size", DRAFTED] if self.model is not None else []
+        flags += ["--save", folder / "head", "--save-interval", steps] if context < cell.context else []
+        run("train", *flags, *recipe_flags(cell.recipe, cell.trunk, context), *SAME_RATES.split())
+        row = trained = read_rows(folder)[-1]
+        if context < cell.context:
+            folder = folder / "longer"
+            judged = ["--load", folder.parent / "head", "--data-path", text.judged, "--eval-iters", 1]
+            judged += ["--seq-length", cell.context, "--mtp-state-cache", f"{states}-judged"]
+            run("evaluate", *judged, "--mtp-metrics-dir", folder)
+            row = read_rows(folder)[-1]
         documents = {number: asdict(stats) for of in read_documents(folder).values() for number, stats in of.items()}
         counts = {number: {name: each[name] for name in COUNTS} for number, each in documents.items()}
-        return {EXPECTED_LENGTH: row[EXPECTED_LENGTH], "tau_real": row["tau_real"], "documents": counts}
+        return {EXPECTED_LENGTH: row[EXPECTED_LENGTH], "tau_real": trained["tau_real"], "documents": counts}
 
     def _prompts(self, cell: Cell) -> Path:
         """Write prefixes of text that the training has not seen."""

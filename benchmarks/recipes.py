@@ -92,17 +92,20 @@ TRUNKS = {
         "--window-size 255,0 --max-position-embeddings 16384"
     ),
 }
-CONDITIONS = (
-    ("dense", "same", 256),
-    ("experts", "same", 256),
-    ("hybrid", "same", 256),
-    ("dense", "code", 256),
-    ("dense", "chat", 256),
-    ("dense", "same", 64),
-    ("dense", "same", 1024),
-    ("windowed", "same", 16384),
-)
-"""Trunk, domain and context: one of the three differs from the first row's, except in the last."""
+Condition = tuple[str, str, int]
+"""Trunk, domain and context."""
+
+CONDITIONS: dict[str, Condition] = {
+    "dense": ("dense", "same", 256),
+    "experts": ("experts", "same", 256),
+    "hybrid": ("hybrid", "same", 256),
+    "code": ("dense", "code", 256),
+    "chats": ("dense", "chat", 256),
+    "64 tokens": ("dense", "same", 64),
+    "1,024 tokens": ("dense", "same", 1024),
+    "16,384 tokens": ("windowed", "same", 16384),
+}
+"""Each differs from the first one in one respect, and the last one in trunk and context."""
 
 LONGEST_TRAINED = 1024
 """Longest sequences that heads are trained on; a training step on 16,384 tokens takes half a minute of a core."""
@@ -141,8 +144,7 @@ class Cell:
         return f"{self.recipe}/{self.trunk}/{self.domain}/{self.context}/{self.seed}"
 
     @property
-    def condition(self) -> tuple[str, str, int]:
-        """Its trunk, domain and context."""
+    def condition(self) -> Condition:
         return self.trunk, self.domain, self.context
 
 
@@ -252,18 +254,19 @@ def recipes(wanted: Namespace) -> Found:
     quick = wanted.place == "quick"
     model = wanted.trunk.model if wanted.trunk else None
     steps = wanted.steps or (4 if quick else 200)
-    conditions = CONDITIONS[: 1 if quick else wanted.conditions]
+    conditions = dict([*CONDITIONS.items()][: 1 if quick else wanted.conditions])
     if wanted.trunk:
-        conditions = tuple((wanted.trunk.name, *rest) for trunk, *rest in conditions if trunk == "dense")
+        name = wanted.trunk.name
+        conditions = {called: (name, *rest) for called, (trunk, *rest) in conditions.items() if trunk == "dense"}
     place = wanted.folder / wanted.place / (wanted.trunk.name if model else "")
     bench = Bench(place, model, steps, 24 if quick else 640)
-    for trunk in dict.fromkeys(trunk for trunk, *_ in conditions):
+    for trunk in dict.fromkeys(trunk for trunk, *_ in conditions.values()):
         bench.train_trunk(trunk, 4 if quick else 1200)
     seeds = range(1 if quick else wanted.seeds or 5)
     cells = [
         Cell(recipe, *each, seed)
         for seed in seeds
-        for each in conditions
+        for each in conditions.values()
         for recipe in RECIPES
         if (recipe, each[0]) != NOT_TRAINED
     ]
@@ -338,30 +341,33 @@ def order_of(worse: str, better: str, source: str, records: Records) -> dict[str
     return {"worse": worse, "better": better, "source": source, "gain": gain, "error": error, "holds": holds}
 
 
-def ranks_table(records: Records, conditions: tuple[tuple[Any, ...], ...]) -> Table:
+def ranks_table(records: Records, conditions: dict[str, Condition]) -> Table:
     """Return a row per recipe, best first by the mean over those conditions that all recipes have."""
     found = {
         (recipe, one): {cell: each for cell, each in of_recipe(recipe, records).items() if cell.condition == one}
         for recipe in RECIPES
-        for one in conditions
+        for one in conditions.values()
     }
-    shared = [one for one in conditions if all(found[recipe, one] for recipe in RECIPES)]
+    shared = [one for one in conditions.values() if all(found[recipe, one] for recipe in RECIPES)]
     pooled = {recipe: {cell: each for one in shared for cell, each in found[recipe, one].items()} for recipe in RECIPES}
     best_first = sorted((recipe for recipe in RECIPES if pooled[recipe]), key=lambda recipe: -length_of(pooled[recipe]))
     rows: list[tuple[Any, ...]] = []
     for rank, recipe in enumerate(best_first, 1):
-        of_conditions = [length_of(found[recipe, one]) if found[recipe, one] else "-" for one in conditions]
+        of_conditions = [found[recipe, one] for one in conditions.values()]
+        lengths = [round(length_of(of), 3) if of else None for of in of_conditions]
         error = DEVIATIONS * error_of_mean(lengths_by_seed(pooled[recipe]))
         tau = statistics.fmean(each["tau_real"] for each in pooled[recipe].values())
-        rows.append((rank, recipe, length_of(pooled[recipe]), error, tau, *of_conditions))
-    names = ["/".join(map(str, one)) for one in conditions]
-    header = ("rank", "recipe", "expected accepted length", "error", "tau_real", *names)
+        rows.append((rank, recipe, round(length_of(pooled[recipe]), 3), round(error, 3), round(tau, 3), *lengths))
+    header = ("rank", "recipe", "accepted length", "error", "drafted", *conditions)
     return Table(f"{DRAFTS} drafts, on text that no training has seen", header, rows)
 
 
 def orders_table(orders: list[dict[str, Any]]) -> Table:
     """Return a row for each published order."""
-    rows = [[order[name] for name in ("worse", "better", "gain", "error", "holds", "source")] for order in orders]
+    rows = [
+        (each["worse"], each["better"], round(each["gain"], 3), round(each["error"], 3), each["holds"], each["source"])
+        for each in orders
+    ]
     return Table("published orders", ("worse", "better", "gain", "error", "here", "published by"), rows)
 
 

@@ -164,6 +164,14 @@ class Bench:
         self._file = place / "cells.json"
         self.cells: dict[str, Any] = json.loads(self._file.read_text()) if self._file.exists() else {}
 
+    @property
+    def precision(self) -> list[str]:
+        """Return the flag for bfloat16, if the model is given and this CPU multiplies it faster than float32."""
+        import torch
+
+        is_fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return ["--bf16"] if self.model is not None and is_fast else []
+
     def train_trunk(self, trunk: str, steps: int) -> None:
         """Train the trunk, unless it exists."""
         folder = self.place / "trunks" / trunk
@@ -203,7 +211,7 @@ class Bench:
         flags += ["--micro-batch-size", batch, "--global-batch-size", batch, "--train-iters", steps]
         flags += ["--eval-interval", steps, "--eval-iters", max(JUDGED_TOKENS // context // batch, 1)]
         flags += ["--mtp-metrics-dir", folder, "--mtp-state-cache", states, "--mtp-draft-prompts", self._prompts(cell)]
-        flags += ["--bf16", "--mtp-draft-vocab-size", DRAFTED] if self.model is not None else []
+        flags += [*self.precision, *(["--mtp-draft-vocab-size", DRAFTED] if self.model is not None else [])]
         flags += ["--save", folder / "head", "--save-interval", steps] if context < cell.context else []
         run("train", *flags, *recipe_flags(cell.recipe, cell.trunk, context), *SAME_RATES.split())
         row = trained = read_rows(folder)[-1]

@@ -178,7 +178,7 @@ def trained(bench: Bench, trunk: str, context: int, head: str, more: list[Any]) 
     flags += ["--train-iters", bench.steps, "--eval-interval", bench.steps, "--mtp-metrics-dir", folder]
     recipe, more_of_head = HEADS[head]
     flags += ["--log-interval", 1, *recipe_flags(recipe, trunk, context), *more_of_head.split(), *SAME_RATES.split()]
-    flags += ["--bf16"] if bench.model is not None else []
+    flags += bench.precision
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with mock.patch.object(metrics, "time", SimpleNamespace(perf_counter=time.process_time)):  # of steps, in the fork
         run("train", *flags, *more)

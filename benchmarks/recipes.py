@@ -37,6 +37,7 @@ from benchmarks.head_life import Trunk, make_texts
 from benchmarks.verbs import VerbError, run
 from megatron_mtp.common.acceptance import EXPECTED_LENGTH, AcceptanceStats, gain_of
 from megatron_mtp.common.files import remove, written_beside
+from megatron_mtp.megatron.machine import multiplies_bfloat16
 from megatron_mtp.training.read_runs import read_documents, read_rows
 
 DRAFTS = 3
@@ -166,11 +167,8 @@ class Bench:
 
     @property
     def precision(self) -> list[str]:
-        """Return the flag for bfloat16, if the model is given and this CPU multiplies it faster than float32."""
-        import torch
-
-        is_fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return ["--bf16"] if self.model is not None and is_fast else []
+        """Return the flag for bfloat16 if the model is given and this CPU multiplies matrices in it."""
+        return ["--bf16"] if self.model is not None and multiplies_bfloat16() else []
 
     def train_trunk(self, trunk: str, steps: int) -> None:
         """Train the trunk, unless it exists."""

@@ -137,7 +137,11 @@ def parser(program: str) -> Parser:
     losses += "default: kd, or the choice of the probe; for drafters: their own"
     add("--loss", metavar="NAME", help=losses)
     add("--token-fraction", default="1", metavar="F", help="fraction of positions in the MTP loss; default: 1")
-    add("--float32", action="store_true", help="train in float32; default: bfloat16")
+    add(
+        "--float32",
+        action="store_true",
+        help="train in float32; default: bfloat16, which is slow on a CPU without bfloat16 products",
+    )
     add("--evaluated-batches", default="8", metavar="N", help="batches of held-out text; default: 8")
     patience = "stop after N evaluations without improvement; the best checkpoint is always kept; default: 3"
     add("--patience", default="3", metavar="N", help=patience)

@@ -69,6 +69,13 @@ def transformer_engine_works() -> bool:
     return not cpu.installed() and why_not("transformer_engine.pytorch") is None
 
 
+def multiplies_bfloat16() -> bool:
+    """Return whether this CPU multiplies matrices in bfloat16; otherwise torch converts each number, which is slow."""
+    import torch
+
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def fuses_weight_gradients() -> bool:
     """Return whether Apex's extension is installed, which adds a weight gradient to its buffer in the product."""
     return why_not("fused_weight_gradient_mlp_cuda") is None

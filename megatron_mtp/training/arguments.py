@@ -19,7 +19,7 @@ from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoi
 from megatron_mtp.losses.table import check_loss
 from megatron_mtp.megatron.checkpoint.catalogue import CATALOGUE
 from megatron_mtp.megatron.checkpoint.reader import DistReader
-from megatron_mtp.megatron.machine import fuses_weight_gradients, transformer_engine_works
+from megatron_mtp.megatron.machine import fuses_weight_gradients, multiplies_bfloat16, transformer_engine_works
 from megatron_mtp.megatron.model_arguments import MODEL_ARGUMENTS
 from megatron_mtp.megatron.parser import APEX, CUDA, TE, flags_without
 from megatron_mtp.megatron.patterns import without_stages
@@ -70,7 +70,10 @@ def set_machine_flags(argv: list[str], on_cpu: bool) -> str | None:
     if lack == APEX and words[0] in argv:
         return None
     argv += words
-    return f"no {lack}: {running} with {' '.join(words)}"
+    note = f"no {lack}: {running} with {' '.join(words)}"
+    if on_cpu and "--bf16" in argv and not multiplies_bfloat16():
+        note += "; this CPU has no bfloat16 products and may train several times as fast without --bf16"
+    return note
 
 
 CUDA_ALONE = {

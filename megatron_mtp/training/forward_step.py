@@ -40,7 +40,6 @@ from megatron_mtp.model.packed_rows import PackedRows
 from megatron_mtp.model.stage_output import StageOutput
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.spec.head import HEADS, HeadSettings, drafted_steps, heads_of, trained_depths
-from megatron_mtp.training.contexts import numbers_of_contexts
 from megatron_mtp.training.reading_stages import reads_data, reads_everything, reads_packed_rows, reads_positions
 from megatron_mtp.training.short_log import say
 
@@ -301,9 +300,11 @@ def get_batch(
         depths = depth_batch(batch, count, document_BS)
         if tp_rank == 0 and not torch.is_grad_enabled() and "documents" in loaded:
             numbers_BS = to_device(loaded["documents"].view_as(batch["labels"]), batch["labels"].device)
-            lengths = args.mtp_context_lengths
-            counted_BS = numbers_BS if lengths is None else numbers_of_contexts(numbers_BS, lengths)
-            depths = replace(depths, document_BS=counted_BS)
+            if args.mtp_context_lengths is not None:
+                from megatron_mtp.training.contexts import numbers_of_contexts
+
+                numbers_BS = numbers_of_contexts(numbers_BS, args.mtp_context_lengths)
+            depths = replace(depths, document_BS=numbers_BS)
     group = mpu.get_context_parallel_group()
     if group.size() > 1 and reads_positions(vp_stage):
         whole_BS = batch["labels"] if batch["tokens"] is None else batch["tokens"]

@@ -30,7 +30,6 @@ from megatron_mtp.megatron.checkpoint import TRACKER
 from megatron_mtp.spec.head import HEADS
 from megatron_mtp.spec.kinds import kind_of
 from megatron_mtp.training.best_state import BestState
-from megatron_mtp.training.contexts import by_context
 from megatron_mtp.training.documents import by_source, gathered
 from megatron_mtp.training.run_files import (
     DOCUMENTS,
@@ -303,17 +302,19 @@ class Metrics:
                 for what, of in gathered(window.documents).items()
             }
             args = get_args()
-            lengths = args.mtp_context_lengths
-            apart: dict[str, BySource] = {
-                what: by_source(of, args) if lengths is None else by_context(of, lengths)
-                for what, of in documents.items()
-            }
+            apart: dict[str, BySource]
+            if args.mtp_context_lengths is None:
+                apart = {what: by_source(of, args) for what, of in documents.items()}
+            else:
+                from megatron_mtp.training.contexts import by_context
+
+                apart = {what: by_context(of, args.mtp_context_lengths) for what, of in documents.items()}
             records = {what: record_of(stats, iteration, split, apart.get(what)) for what, stats in rates.items()}
             record, self.sources = {**records.pop(MTP), **records}, apart.get(MTP, {})
             if split.startswith("validation"):
                 self.validated = record[EXPECTED_LENGTH]
             is_best = self.best is None or (split == "validation" and self.best.improves(record[EXPECTED_LENGTH]))
-            if is_best and lengths is None:  # with context lengths there are no sources to record
+            if is_best and args.mtp_context_lengths is None:  # with context lengths there are no sources to record
                 self._record = record
             if self.best is None:
                 self._keep_record()

@@ -412,6 +412,18 @@ def test_machine_flags_come_last_and_are_said() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "multiplies", "advises"), [("--bf16", False, True), ("--bf16", True, False), ("", False, False)]
+)
+def test_a_cpu_without_bfloat16_products_is_reported(
+    flags: str, multiplies: bool, advises: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments, "multiplies_bfloat16", lambda: multiplies)
+    note = set_machine_flags(["pretrain_gpt.py", *flags.split()], on_cpu=True)
+    assert note is not None
+    assert ("without --bf16" in note) == advises
+
+
+@pytest.mark.parametrize(
     ("has_te", "has_apex", "given", "added"),
     [
         (True, True, [], []),

@@ -40,7 +40,7 @@ def compared(layout: str, kind: str) -> list[tuple[str, str, str]]:
     return [(*case, form) for case, form in forms.items()]
 
 
-def test_any_four_of_layout_kind_head_depths_and_batches_meet() -> None:
+def test_the_cases_cover_every_combination_of_four_factors() -> None:
     met = {(layout, kind, *case) for layout, kind in CASES for case in compared(layout, kind)}
     whole = {
         (layout, kind, *case)
@@ -56,7 +56,7 @@ def test_any_four_of_layout_kind_head_depths_and_batches_meet() -> None:
     ("layout", "kind"),
     tiered(CASES, [("pp2", "dense"), ("cp2", "dense")]),
 )
-def test_the_trunk_does_not_change_and_the_depths_learn_as_ours(layout: str, kind: str, tmp_path: Path) -> None:
+def test_attached_layers_keep_the_trunk_and_train_as_in_our_model(layout: str, kind: str, tmp_path: Path) -> None:
     """With new MTP layers and those of Megatron's block, head tied and untied (`compared`):
 
     - trunk: logits, gradients and weights after a step are bit-identical to the model without MTP layers;
@@ -83,7 +83,7 @@ OF_DRAFTERS += [("pp2", "dense"), ("pp2", "hybrid"), ("pp2-vpp2", "dense")]
 
 
 @pytest.mark.parametrize(("layout", "trunk"), tiered(OF_DRAFTERS, [("pp2-vpp2", "dense")]))
-def test_the_policy_does_not_change_and_the_drafter_learns_as_in_train(
+def test_attached_heads_keep_the_policy_and_train_as_in_train(
     layout: str, trunk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a drafter of every kind, and with several heads: MTP layers, DSpark, and EAGLE-3 with a draft vocabulary:

@@ -66,7 +66,7 @@ def test_another_layout_of_megatrons_own_mtp_is_the_same_model(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.matrix)])
-def test_a_folder_that_transformers_has_saved_has_lost_its_depths(family: str, tmp_path: Path) -> None:
+def test_a_folder_saved_by_transformers_has_lost_its_mtp_layers(family: str, tmp_path: Path) -> None:
     published = make(tmp_path / "published", family, 1)
     AutoModelForCausalLM.from_pretrained(published).save_pretrained(tmp_path / "saved")
     (lost,) = [one for one in audit(tmp_path / "saved")["findings"] if one["severity"] == "error"]

@@ -105,7 +105,7 @@ def test_a_run_of_any_kind_resumes_with_other_mtp_layers(case: str, tmp_path: Pa
 
 
 @pytest.mark.matrix
-def test_state_in_buffers_is_saved_again_first(tmp_path: Path) -> None:
+def test_optimizer_state_in_buffers_must_be_saved_again_first(tmp_path: Path) -> None:
     case, again = Case(1, 2, "--use-distributed-optimizer"), Case(1, 2, BY_PARAMETER)
     run(tmp_path, "first", case, 1, f"--exit-interval {HALF}")
     init = f"--mtp-init last-layer --load {tmp_path}"

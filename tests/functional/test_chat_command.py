@@ -49,7 +49,7 @@ def whole(scene: Path) -> tuple[str, list[dict[str, Any]]]:
     return run(scene, scene / "whole", "--chat", str(scene / "chats.jsonl"), "--show-example", *where)
 
 
-def test_chats_train_and_what_counts_is_said_first(whole: tuple[str, list[dict[str, Any]]]) -> None:
+def test_training_on_chats_first_prints_which_tokens_count(whole: tuple[str, list[dict[str, Any]]]) -> None:
     log, rows = whole
     counted, of_all = (
         int(found.replace(",", "")) for found in re.findall(r"([\d,]+) of ([\d,]+) tokens count", log)[0]
@@ -69,7 +69,7 @@ def test_a_stopped_run_resumes_with_the_same_chats(scene: Path, whole: tuple[str
     assert rows == whole[1]
 
 
-def test_chats_of_preprocess_train_alike(scene: Path, whole: tuple[str, list[dict[str, Any]]]) -> None:
+def test_preprocessed_chats_train_with_the_same_losses(scene: Path, whole: tuple[str, list[dict[str, Any]]]) -> None:
     paths = ["--chat", str(scene / "chats.jsonl"), "--tokenizer", str(scene / "tokenizer")]
     assert main(["preprocess", *paths, "--output-prefix", str(scene / "made"), "--workers", "1"]) == 0
     _, rows = run(scene, scene / "again", "--data-path", str(scene / "made"))

@@ -45,7 +45,7 @@ def test_a_run_over_several_processes_trains_and_evaluates(processes: int, flags
     assert log.count("expected accepted length") == 3  # at steps 2 and 4, and at the end on test data
 
 
-def test_rows_say_on_what_data_an_evaluation_was(tmp_path: Path) -> None:
+def test_metric_rows_name_the_evaluated_split(tmp_path: Path) -> None:
     """Step 2 is evaluated once in the loop, and once after it on test data."""
     flags = "--train-iters 2 --log-interval 1 --eval-interval 2 --eval-iters 1 --split 80,10,10".split()
     launch.run(launch.pretrain(*flags, "--mtp-metrics-dir", str(tmp_path)), tmp_path / "log")
@@ -54,7 +54,7 @@ def test_rows_say_on_what_data_an_evaluation_was(tmp_path: Path) -> None:
     assert [(row["iteration"], row["split"]) for row in rows] == expected
 
 
-def test_a_run_ends_where_nothing_is_gained_and_keeps_its_best_state(tmp_path: Path) -> None:
+def test_a_run_stops_without_improvement_and_keeps_the_best_state(tmp_path: Path) -> None:
     """With learning rate 0, every evaluation repeats the first, on the same samples."""
     checkpoint = tmp_path / "checkpoint"
     flags = "--lr 0 --lr-decay-style constant --train-iters 20 --save-interval 8 --eval-interval 2 --eval-iters 2 "
@@ -86,9 +86,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "flags", [pytest.param("--bf16", marks=pytest.mark.matrix), "--bf16 --use-distributed-optimizer"]
 )
-def test_depths_alone_are_saved_and_resumed_where_a_stage_has_nothing_to_train(
-    flags: str, start: Path, tmp_path: Path
-) -> None:
+def test_mtp_only_runs_resume_where_a_stage_trains_nothing(flags: str, start: Path, tmp_path: Path) -> None:
     """Megatron fails in the save, or when other stages load what the first stage wrote of its empty optimizer."""
 
     def run(*loaded: str, to: Path) -> dict[str, torch.Tensor]:
@@ -138,7 +136,7 @@ def test_the_examples_run_on_a_checkpoint(start: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-def test_arms_of_reinforcement_learning(forked_python: Path, tmp_path: Path) -> None:
+def test_the_reinforcement_learning_example_runs_all_variants(forked_python: Path, tmp_path: Path) -> None:
     """Two steps: the engine's token probabilities match the trainer's, and all variants draft."""
     script = str(launch.ROOT / "examples" / "rl.py")
     code = (

@@ -73,7 +73,7 @@ def test_training_starts_from_the_same_losses_in_every_layout(family: str, tmp_p
         assert found == pytest.approx(losses["single"], rel=1e-5), name
 
 
-def test_a_step_makes_the_same_weights_with_tensor_and_expert_parallelism(tmp_path: Path) -> None:
+def test_tensor_and_expert_parallelism_give_the_same_weights(tmp_path: Path) -> None:
     """Every rank holds whole latent projections; Transformer Engine or this package sums their gradients."""
     source = make(tmp_path / "source", "nemotron_h-latent", 1)
     hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True))
@@ -93,7 +93,7 @@ def test_a_step_makes_the_same_weights_with_tensor_and_expert_parallelism(tmp_pa
 
 @pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
-def test_a_trained_hybrid_goes_back_to_its_family(family: str, tmp_path: Path) -> None:
+def test_a_trained_hybrid_is_exported_to_its_family(family: str, tmp_path: Path) -> None:
     """In bfloat16 too: a norm that Megatron stores as w - 1 then has more digits than w."""
     source = make(tmp_path / "source", family, 1, torch.bfloat16)
     hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True))
@@ -116,7 +116,7 @@ SEEN = r"model\.(visual|vision|time_series)|vision_model|perception"
 @pytest.mark.parametrize(
     "family", ["sarvam_moe", "sarvam_mla", "glm4v_moe", "intern_s2_preview", "nemotron_h_omni", "nemo_speechlm"]
 )
-def test_twenty_steps_of_a_family_go_back_to_it(family: str, tmp_path: Path) -> None:
+def test_a_family_is_exported_after_twenty_steps(family: str, tmp_path: Path) -> None:
     """Bit-identical before training; then every weight of the text model has changed, and both compute the same."""
     source = make(tmp_path / "source", family, 1)
     hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True))

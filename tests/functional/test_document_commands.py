@@ -246,7 +246,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("command", BAD)
-def test_what_a_document_may_not_show_is_seen(command: str, shell: Shell, scene: Path) -> None:
+def test_commands_forbidden_in_documents_are_detected(command: str, shell: Shell, scene: Path) -> None:
     with pytest.raises(AssertionError, match=re.escape(BAD[command])):
         shell(f"{command} | cat\nls", scene)
 

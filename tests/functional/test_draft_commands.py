@@ -50,7 +50,7 @@ def test_a_run_goes_on_with_the_checkpoints_draft_vocabulary_in_another_layout(t
         assert row == pytest.approx(theirs[step], rel=2e-4), step
 
 
-def test_it_drafts_its_tokens_and_is_exported_with_all(
+def test_a_draft_vocabulary_model_drafts_and_exports_its_full_head(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runner, prompts = load_runner(trained / "checkpoint"), [[1, 2, 3], [101, 7]]

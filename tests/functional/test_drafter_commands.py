@@ -74,7 +74,7 @@ def tensors_of(checkpoint: Path, state: bool = False) -> dict[str, Tensor]:
     return {key: reader.read(key) for key in (*reader.keys, *(reader.state_keys if state else ()))}
 
 
-def test_the_trunk_keeps_its_bits_and_the_drafter_begins_with_its_rows(trained: Path) -> None:
+def test_training_a_drafter_keeps_the_trunk_and_starts_from_its_head(trained: Path) -> None:
     trunk, whole = tensors_of(trained / "trunk"), tensors_of(trained / "drafter")
     assert [key for key, tensor in trunk.items() if not torch.equal(whole[key], tensor)] == []
     assert all(key.startswith("drafter.") for key in whole.keys() - trunk.keys())
@@ -92,7 +92,7 @@ def test_a_run_resumes_to_the_same_bits(trained: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", tiered([SLICES, STAGES], (STAGES,)))
-def test_two_ranks_resume_what_one_has_trained(trained: Path, tmp_path: Path, layout: str) -> None:
+def test_two_ranks_resume_a_run_of_one_rank(trained: Path, tmp_path: Path, layout: str) -> None:
     flags = ["--load", f"{trained}/drafter", "--ckpt-step", str(HALF), "--save", f"{tmp_path}/resumed"]
     launch.run(command(*flags, *layout.split(), *DRAFTER, processes=2), tmp_path / "log")
     ours, theirs = (tensors_of(folder) for folder in (tmp_path / "resumed", trained / "drafter"))
@@ -109,7 +109,7 @@ def same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor], keys: Iterable
 
 
 @pytest.mark.matrix
-def test_a_fitted_drafter_gets_a_draft_vocabulary_and_the_trunks_rows_of_it(trained: Path, tmp_path: Path) -> None:
+def test_a_fitted_drafter_gets_a_draft_vocabulary_with_trunk_rows(trained: Path, tmp_path: Path) -> None:
     corpus = write_dataset(tmp_path / "corpus", [list(range(3, 3 + length)) for length in range(40, 110)])
     assert convert(["fit-drafter", f"{trained}/trunk", f"{tmp_path}/fitted", "--data-path", corpus]) == 0
     flags = ["--load", f"{tmp_path}/fitted", "--save", f"{tmp_path}/trained"]
@@ -135,9 +135,7 @@ def test_a_fitted_drafter_gets_a_draft_vocabulary_and_the_trunks_rows_of_it(trai
         (["--drafter-layers", "1", "2", "3"], "--drafter-layers is 1 2 3, and the drafter of .* has 2 4 5; give that"),
     ],
 )
-def test_a_run_that_cannot_be_is_refused_in_a_sentence(
-    trained: Path, tmp_path: Path, flags: list[str], said: str
-) -> None:
+def test_an_impossible_drafter_run_is_rejected(trained: Path, tmp_path: Path, flags: list[str], said: str) -> None:
     words = command("--load", f"{trained}/drafter", *DRAFTER, *flags)
     with pytest.raises(AssertionError, match=said):
         launch.run(words, tmp_path / "log")
@@ -149,7 +147,7 @@ def exported(trained: Path) -> Path:
     return trained / "exported"
 
 
-def test_the_folder_has_what_published_drafters_have(exported: Path) -> None:
+def test_an_exported_folder_has_the_keys_of_published_drafters(exported: Path) -> None:
     keys, tensors = json.loads((exported / "config.json").read_text()), load_file(exported / "model.safetensors")
     assert keys["architectures"] == ["LlamaForCausalLMEagle3"]
     assert keys["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
@@ -179,7 +177,7 @@ def test_a_round_trip_is_equal_bit_by_bit(trained: Path, exported: Path, tmp_pat
     assert_same_there_and_back(trained / "trunk", exported, trained / "drafter", tmp_path)
 
 
-def test_a_list_in_any_order_gives_the_same_drafter_and_two_lists_that_differ_are_refused(
+def test_draft_token_order_is_irrelevant_but_lists_must_agree(
     trained: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tensors = load_file(exported / "model.safetensors")
@@ -240,7 +238,7 @@ def read_by_transformers(folder: Path, features_SX: Tensor, embedded_SH: Tensor)
 
 
 @torch.no_grad()
-def test_another_reader_of_the_folder_computes_the_same(trained: Path, exported: Path) -> None:
+def test_an_independent_reader_of_the_folder_gets_the_same_logits(trained: Path, exported: Path) -> None:
     model, text = load_model(trained / "drafter"), [3, 17, 5, 90, 44, 2, 61, 8]
     kept: dict[int, Tensor] = {}
     for number, layer in enumerate(model.decoder.layers, start=1):
@@ -284,7 +282,7 @@ def test_a_drafter_of_another_trunk_is_refused(
         read_drafter(spoiled(exported, tmp_path / "spoiled", **changes), args)
 
 
-def test_the_other_key_and_name_are_read(trained: Path, exported: Path, tmp_path: Path) -> None:
+def test_an_alternative_key_for_the_layers_is_read(trained: Path, exported: Path, tmp_path: Path) -> None:
     args = DistReader(trained / "trunk").common()["args"]
     made = spoiled(exported, tmp_path / "other", eagle_aux_hidden_state_layer_ids=None)
     assert read_drafter(made, args).kind.layers == (2, 4, 5)
@@ -306,7 +304,7 @@ def block(trained: Path, tmp_path_factory: pytest.TempPathFactory, request: pyte
     return folder
 
 
-def test_a_block_drafter_goes_there_and_back_bit_by_bit_and_drafts(trained: Path, block: Path, tmp_path: Path) -> None:
+def test_a_block_drafter_round_trip_is_bit_identical_and_drafts(trained: Path, block: Path, tmp_path: Path) -> None:
     exported = block / "exported"
     keys, tensors = json.loads((exported / "config.json").read_text()), load_file(exported / "model.safetensors")
     kind = block.name.rstrip("0123456789")
@@ -385,7 +383,7 @@ def test_attach_trains_exports_and_drafts(kind: str, tmp_path: Path, monkeypatch
     assert started == "preprocess train generate".split()
 
 
-def test_it_drafts_and_changes_no_token(trained: Path) -> None:
+def test_an_eagle3_drafter_drafts_without_changing_the_output(trained: Path) -> None:
     prompts, runner = [[5, 6, 7], [1, 2, 3, 4]], load_runner(trained / "drafter")
     plain = generate(runner, prompts, 20).token_ids
     for method in ("eagle3", "eagle3_tree"):
@@ -395,7 +393,7 @@ def test_it_drafts_and_changes_no_token(trained: Path) -> None:
 
 
 @pytest.mark.matrix
-def test_latent_attention_is_trained_exported_attached_and_goes_on(trained: Path, tmp_path: Path) -> None:
+def test_a_latent_attention_drafter_trains_exports_and_resumes(trained: Path, tmp_path: Path) -> None:
     sizes, saved = "16 24 8 4 12", tmp_path / "drafter"
     flags = ["--load", f"{trained}/trunk", "--save", str(saved), *DRAFTER, "--drafter-multi-latent-attention"]
     launch.run(command(*flags, *sizes.split()), tmp_path / "log")
@@ -430,7 +428,7 @@ def beside(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_both_learn_what_each_learns_alone(trained: Path, beside: Path) -> None:
+def test_mtp_layers_and_a_drafter_train_as_each_does_alone(trained: Path, beside: Path) -> None:
     both, mtp, drafter = (tensors_of(beside / name) for name in ("both", "mtp", "drafter"))
     assert both.keys() == mtp.keys() | drafter.keys()
     trunk = tensors_of(trained / "trunk")
@@ -446,7 +444,7 @@ def test_both_learn_what_each_learns_alone(trained: Path, beside: Path) -> None:
 @pytest.mark.parametrize(
     "layout", tiered(["", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"], ("",))
 )
-def test_both_are_resumed_in_any_layout(beside: Path, tmp_path: Path, layout: str) -> None:
+def test_mtp_layers_and_a_drafter_resume_in_any_layout(beside: Path, tmp_path: Path, layout: str) -> None:
     flags = ["--load", f"{beside}/both", "--ckpt-step", str(HALF), "--save", f"{tmp_path}/resumed"]
     words = command(*flags, *layout.split(), *MTP, *DRAFTER, processes=2 if layout else 1)
     launch.run(words, tmp_path / "log")
@@ -456,7 +454,7 @@ def test_both_are_resumed_in_any_layout(beside: Path, tmp_path: Path, layout: st
     assert {key: value for key, value in far.items() if value > (1e-4 if layout else 0)} == {}
 
 
-def test_either_drafts_from_one_checkpoint_and_is_exported(beside: Path, tmp_path: Path) -> None:
+def test_mtp_layers_or_a_drafter_of_one_checkpoint_draft_and_export(beside: Path, tmp_path: Path) -> None:
     prompts = [[5, 6, 7], [1, 2, 3, 4]]
     plain = generate(load_runner(beside / "both"), prompts, 12).token_ids
     for method, kind, single in (("mtp", "sequential", "mtp"), ("eagle3", "eagle3", "drafter")):
@@ -485,7 +483,7 @@ NEW_LAYERS = MTP[: MTP.index("--mtp-draft-vocab-file")]
 
 
 @pytest.mark.matrix
-def test_new_mtp_layers_beside_a_drafter_draft_what_it_drafts(trained: Path, tmp_path: Path) -> None:
+def test_new_mtp_layers_take_the_draft_vocabulary_of_the_drafter(trained: Path, tmp_path: Path) -> None:
     flags = ["--load", f"{trained}/drafter", "--save", f"{tmp_path}/both", *NEW_LAYERS, *DRAFTER[:4], *STILL]
     launch.run(command(*flags), tmp_path / "log")
     ours, theirs = tensors_of(tmp_path / "both"), tensors_of(trained / "drafter")
@@ -494,7 +492,7 @@ def test_new_mtp_layers_beside_a_drafter_draft_what_it_drafts(trained: Path, tmp
 
 
 @pytest.mark.matrix
-def test_both_get_a_draft_vocabulary_that_neither_had(trained: Path, tmp_path: Path) -> None:
+def test_mtp_layers_and_a_drafter_both_get_a_new_draft_vocabulary(trained: Path, tmp_path: Path) -> None:
     flags = [*NEW_LAYERS, *DRAFTER[:4], *STILL]
     launch.run(command("--load", f"{trained}/trunk", "--save", f"{tmp_path}/whole", *flags), tmp_path / "first.log")
     given = ["--load", f"{tmp_path}/whole", "--save", f"{tmp_path}/both", *flags, *MTP[-2:]]
@@ -514,7 +512,7 @@ def test_both_get_a_draft_vocabulary_that_neither_had(trained: Path, tmp_path: P
     tiered([(MTP, "a drafter"), (DRAFTER, "MTP layers"), ([], "MTP layers and a drafter")], [(MTP, "a drafter")]),
     ids=["MTP layers", "drafter", "trunk"],
 )
-def test_a_run_resumes_with_one_of_both_and_prints_what_it_drops(
+def test_a_run_resumes_without_some_heads_and_prints_which_it_drops(
     beside: Path, tmp_path: Path, flags: list[str], left_out: str, finetunes: list[str]
 ) -> None:
     given = ["--load", f"{beside}/both", "--save", f"{tmp_path}/one", *flags, *finetunes, *STILL]

@@ -85,7 +85,7 @@ def test_damage_that_one_rank_finds_ends_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-def test_a_stop_that_has_saved_ends_well_although_its_signal_is_repeated(tmp_path: Path) -> None:
+def test_a_repeated_stop_signal_does_not_fail_a_saved_run(tmp_path: Path) -> None:
     """scripts/slurm/node.sh repeats the signal; ranks killed by a repeated one made torchrun print a traceback."""
     log = tmp_path / "stopped.log"
     running = command(tmp_path)

@@ -36,7 +36,7 @@ def printed(command: launch.Command | list[str], log: Path) -> dict[str, Any]:
     return json.loads(launch.output(command, log))
 
 
-def test_drafting_emits_what_plain_decoding_does_and_says_what_it_cost(checkpoint: Path, tmp_path: Path) -> None:
+def test_drafting_matches_plain_decoding_and_reports_its_cost(checkpoint: Path, tmp_path: Path) -> None:
     flags = ["--load", str(checkpoint), *PROMPTS, *MTP, "--batch-size", "2", "--compare", "--json"]
     one = printed(generate(*flags, "--record", str(tmp_path / "run")), tmp_path / "log")
     assert [len(ids) for ids in one["token_ids"]] == [24, 24]
@@ -71,7 +71,7 @@ def test_drafting_emits_what_plain_decoding_does_and_says_what_it_cost(checkpoin
     ],
     ids=["latent attention and a hybrid", "drafters", "others", "other drafters"],
 )
-def test_two_ranks_draft_what_one_does(kinds: tuple[str, ...], tmp_path: Path) -> None:
+def test_two_ranks_draft_the_same_tokens_as_one(kinds: tuple[str, ...], tmp_path: Path) -> None:
     """All methods output the plain text of the rank that saved the model, and draft the same tokens on two ranks."""
     log = launch.run(launch.torchrun(2, RANKS_WORKER, str(tmp_path), *kinds), tmp_path / "log")
     same = json.loads(next(line for line in log.splitlines() if line.startswith('{"')))
@@ -159,7 +159,7 @@ def test_a_model_of_uneven_pipeline_stages_drafts_on_one_and_on_two_ranks(tmp_pa
     assert one["token_ids"] == two["token_ids"]
 
 
-def test_a_table_for_readers(checkpoint: Path, tmp_path: Path) -> None:
+def test_generate_prints_a_table_of_figures(checkpoint: Path, tmp_path: Path) -> None:
     auto = '{"method": "mtp_eagle", "num_speculative_tokens": "auto"}'
     flags = ["--load", str(checkpoint), "--prompt-ids", "1,2,3", "--speculative-config", auto, "--temperature", "1"]
     log = launch.run(generate(*flags, "--max-new-tokens", "40", "--dtype", "bfloat16"), tmp_path / "log")
@@ -190,7 +190,7 @@ BAD = {
 }
 
 
-def test_bad_input_is_one_sentence(checkpoint: Path, tmp_path: Path) -> None:
+def test_bad_input_is_rejected_with_a_clear_error(checkpoint: Path, tmp_path: Path) -> None:
     alone = ("file", "empty", "text")  # here the prompt itself is wrong
     commands = [
         ["--load", str(checkpoint), *([] if name in alone else PROMPTS), *flags] for name, (flags, _) in BAD.items()
@@ -206,7 +206,7 @@ def evaluate(*flags: str) -> list[str]:
     return [sys.executable, "-m", "megatron_mtp", "evaluate", *flags]
 
 
-def test_evaluate_says_what_the_evaluation_of_training_said(checkpoint: Path, tmp_path: Path) -> None:
+def test_evaluate_matches_the_evaluation_during_training(checkpoint: Path, tmp_path: Path) -> None:
     """On the training run's test data; its last row must be repeated."""
     data = "--mock-data --split 969,30,1 --train-iters 6 --eval-interval 6 --eval-iters 1"
     flags = ["--load", str(checkpoint), *data.split(), "--micro-batch-size", "2", "--global-batch-size", "4"]

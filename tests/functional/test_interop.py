@@ -13,7 +13,7 @@ FIRST = ("moe-alltoall-d3",)
     "model", [pytest.param(name, marks=() if name in FIRST else pytest.mark.matrix) for name in MEGATRONS_OWN]
 )
 @pytest.mark.parametrize("saved_by", tiered(["megatron", "ours"], ("megatron",)))
-def test_both_read_the_same_weights_and_compute_the_same_losses(records: Records, model: str, saved_by: str) -> None:
+def test_we_and_megatron_read_the_same_weights_and_losses(records: Records, model: str, saved_by: str) -> None:
     ours = records.of(f"forward/{model}/ours/{saved_by}")
     megatron = records.of(f"forward/{model}/megatron/{saved_by}")
     assert ours["losses"] == pytest.approx(megatron["losses"], rel=1e-6)

@@ -58,7 +58,9 @@ def assert_same_step(record: dict[str, Any], single: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def records(records: Records, request: pytest.FixtureRequest) -> Records:
     """Run the compared steps ahead of the tests that read them."""
-    steps = [item for item in request.session.items if item.originalname == "test_a_step_is_that_of_a_single_process"]
+    steps = [
+        item for item in request.session.items if item.originalname == "test_a_training_step_matches_a_single_process"
+    ]
     cases = [item.callspec.params for item in steps]
     records.expect(f"train/{case['model']}/{layout}" for case in cases for layout in (case["layout"], SINGLE))
     return records
@@ -72,7 +74,7 @@ def tiered(case: tuple[str, ...], is_first: bool) -> Any:
     ("model", "layout"),
     [tiered((model, layout), model in FIRST.get(layout, "").split()) for model, layout in CASES],
 )
-def test_a_step_is_that_of_a_single_process(records: Records, model: str, layout: str) -> None:
+def test_a_training_step_matches_a_single_process(records: Records, model: str, layout: str) -> None:
     record = records.of(f"train/{model}/{layout}")
     counts = {"mtp": MODELS[model].trained, "drafter": MODELS[model].beside}
     named = {f"{name}_{depth} loss" for name, count in counts.items() for depth in range(1, count + 1)}
@@ -153,7 +155,7 @@ def test_a_missing_embedding_group_is_seen(records: Records) -> None:
     assert faulty["gradients apart"]["embedding.word_embeddings.weight"] > 0.1
 
 
-def test_tied_embeddings_over_two_stages_can_be_saved_unlike_with_megatrons_own_depths(records: Records) -> None:
+def test_tied_embeddings_over_two_stages_can_be_saved(records: Records) -> None:
     """Megatron 0.19.2 fails an assertion on the last stage."""
     assert records.of("save_entries/tied-d3/pp2/ours")["errors"] == [None, None]
     first_stage, last_stage = records.of("save_entries/tied-d3/pp2/megatron")["errors"]
@@ -163,7 +165,7 @@ def test_tied_embeddings_over_two_stages_can_be_saved_unlike_with_megatrons_own_
 
 
 @pytest.mark.parametrize("model", ["frozen-d3", "frozen-moe-d3"])
-def test_training_the_depths_alone_leaves_the_trunk_as_it_was_bit_by_bit(records: Records, model: str) -> None:
+def test_training_only_mtp_layers_keeps_the_trunk_bit_identical(records: Records, model: str) -> None:
     """Including routers and their biases; the optimizer only has the MTP layers."""
     trained = records.of(f"train/{model}/{SINGLE}")["weights"]
     before = DistReader(records.folder / "init" / "ours" / model / "iter_0000001")

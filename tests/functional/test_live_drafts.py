@@ -68,9 +68,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("heads", tiered(["layers", "passes", "hybrid"], ["layers"]))
-def test_the_length_is_that_of_the_saved_weights_and_the_run_does_not_notice(
-    heads: str, data: Path, tmp_path: Path
-) -> None:
+def test_live_drafting_measures_saved_weights_without_side_effects(heads: str, data: Path, tmp_path: Path) -> None:
     saved = f"--save {tmp_path / 'saved'} --save-interval 30".split()
     log = train(data, tmp_path / "with", heads, "--mtp-draft-prompts", f"{data}/prompts.jsonl", "4", *saved)
     found, lines = rows(tmp_path / "with"), (data / "prompts.jsonl").read_text().splitlines()
@@ -95,7 +93,7 @@ def test_the_length_is_that_of_the_saved_weights_and_the_run_does_not_notice(
 
 
 @pytest.mark.matrix
-def test_ranks_that_share_a_model_draft_alike(data: Path, tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_measure_the_same_accepted_length(data: Path, tmp_path: Path) -> None:
     flags = ["--mtp-draft-prompts", f"{data}/prompts.jsonl"]
     train(data, tmp_path / "one", "layers", *flags)
     train(
@@ -114,7 +112,9 @@ def test_ranks_that_share_a_model_draft_alike(data: Path, tmp_path: Path) -> Non
         (["{data}/prompts.jsonl"], 2, "on 2 ranks with --tensor-model-parallel-size 1, and drafts only on ranks that"),
     ],
 )
-def test_what_cannot_be_drafted_is_refused(words: list[str], ranks: int, said: str, data: Path, tmp_path: Path) -> None:
+def test_impossible_live_drafting_settings_are_rejected(
+    words: list[str], ranks: int, said: str, data: Path, tmp_path: Path
+) -> None:
     given = [word.replace("{data}", str(data)) for word in words]
     with pytest.raises(AssertionError) as end:
         train(data, tmp_path / "run", "layers", "--mtp-draft-prompts", *given, ranks=ranks)

@@ -14,9 +14,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "layout"), tiered(CASES, (("tied-d1", "tp2"),)))
-def test_every_rank_gets_what_a_checkpoint_would_have_been_converted_to(
-    records: Records, model: str, layout: str
-) -> None:
+def test_every_rank_gets_the_weights_of_a_converted_checkpoint(records: Records, model: str, layout: str) -> None:
     record = records.of(f"export/{model}/{layout}")
     assert not any(record["differing"]), record["differing"]
     assert max(record["peak"]) <= record["most"] < record["bytes"]

@@ -78,12 +78,12 @@ def both(folder: Path, model: str, run: str, before: Layout = Layout(), after: L
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_other_form_resumes_with_the_same_losses(case: str, tmp_path: Path) -> None:
+def test_a_converted_checkpoint_resumes_with_the_same_losses(case: str, tmp_path: Path) -> None:
     both(tmp_path, *CASES[case])
 
 
 @pytest.mark.parametrize("case", MORE)
-def test_other_forms_of_model_and_optimizer_go_on_too(case: str, tmp_path: Path) -> None:
+def test_other_models_and_optimizers_resume_after_conversion(case: str, tmp_path: Path) -> None:
     both(tmp_path, *MORE[case])
 
 
@@ -103,6 +103,6 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_the_other_form_resumes_in_any_layout(case: str, tmp_path: Path) -> None:
+def test_a_converted_checkpoint_resumes_in_any_layout(case: str, tmp_path: Path) -> None:
     model, run, before, after = LAYOUTS[case]
     both(tmp_path, f"{model} {NO_DROPOUT}", run, before, after)

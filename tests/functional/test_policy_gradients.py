@@ -17,7 +17,7 @@ def relative_difference(value: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("layout", tiered(["single", "tp2", "tp2-sp", "pp2", "cp2", "dp2"], ["single"]))
-def test_the_depths_learn_and_the_policy_does_not_notice(records: Records, layout: str) -> None:
+def test_the_mtp_layers_train_without_changing_the_policy(records: Records, layout: str) -> None:
     """Four microbatches of different lengths, in packed and in padded rows."""
     record, reference = records.of(f"policy/untied-d3/{layout}"), records.of("policy_reference/untied-d3")
     assert {kind: keys for kind, keys in record["trunk"].items() if "joined" not in kind and keys} == {}

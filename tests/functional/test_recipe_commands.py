@@ -104,7 +104,7 @@ def test_attach_takes_no_passes_of_a_recipe_with_layers_of_its_own(tmp_path: Pat
         (["--recipe", "deepseek-v3"], "--recipe is deepseek-v3, which trains the trunk with its layers, and attach do"),
     ],
 )
-def test_what_a_recipe_is_not_for_is_refused(flags: list[str], sentence: str, tmp_path: Path) -> None:
+def test_a_recipe_is_rejected_for_an_unsuitable_run(flags: list[str], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"^{sentence}"):
         attached(tmp_path, *flags)
 

@@ -112,7 +112,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(uninterrupted_and_stopped: tuple
     assert_same_end(run, uninterrupted)
 
 
-def test_a_schedule_of_losses_is_one_loss_and_a_resumed_run_by_the_other(
+def test_a_loss_schedule_equals_resuming_with_the_next_loss(
     uninterrupted_and_stopped: tuple[Run, Run], tmp_path: Path
 ) -> None:
     uninterrupted, _ = uninterrupted_and_stopped

@@ -20,7 +20,7 @@ FEW = ("eagle rows window", "dflash packed window sinks")
 
 
 @pytest.mark.parametrize(("ranks", "cases"), tiered([(2, CASES), (4, CASES), (4, FEW)], [(4, FEW)]))
-def test_a_drafter_learns_the_same_whether_its_keys_are_gathered_or_go_around(
+def test_gathered_and_ring_keys_give_the_same_drafter_gradients(
     ranks: int, cases: Sequence[str], tmp_path: Path
 ) -> None:
     """The loss and all gradients, summed over the ranks."""

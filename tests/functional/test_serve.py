@@ -116,7 +116,7 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         server.process.kill()
 
 
-def test_texts_and_acceptance_are_those_of_generate(served: Served, folder: Path, tmp_path: Path) -> None:
+def test_the_server_matches_generate_in_text_and_acceptance(served: Served, folder: Path, tmp_path: Path) -> None:
     assert_same_as_generated(served, folder, tmp_path)
     said = served.log.read_text()
     assert "> drafts: mtp, 2 tokens a step, verified by greedy at temperature 0 and rejection above\n" in said
@@ -142,9 +142,7 @@ def assert_same_as_generated(
     assert counted[0] > 0
 
 
-def test_samples_by_the_server_are_those_of_the_checkpoint_also_after_a_kill(
-    served: Served, folder: Path, tmp_path: Path
-) -> None:
+def test_sampling_by_a_server_matches_the_checkpoint_and_resumes(served: Served, folder: Path, tmp_path: Path) -> None:
     """Chats of two user turns, with a tool; the first command is killed while it waits for a response."""
     turns = [{"role": role, "content": "ab"} for role in ("user", "assistant", "user")]
     tools = [{"type": "function", "function": {"name": "add"}}]
@@ -282,7 +280,7 @@ def test_64_connections_at_once(served: Served) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_texts(served: Served, stream: bool) -> None:
+def test_a_client_that_disconnects_frees_its_sequences(served: Served, stream: bool) -> None:
     host, port = served.url.removeprefix("http://").split(":")
     body = json.dumps({"prompt": "ab", "n": 96, "max_tokens": 200, "ignore_eos": True, "stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
@@ -366,7 +364,7 @@ def answers(server: Served) -> list[Any]:
 
 
 @pytest.mark.matrix
-def test_two_ranks_serve_what_one_does(served: Served, folder: Path, tmp_path: Path) -> None:
+def test_two_ranks_serve_the_same_text_as_one(served: Served, folder: Path, tmp_path: Path) -> None:
     """They warm up, idle, take requests, abort one whose client disconnected, and end when the first rank drains."""
     server = start(folder, tmp_path / "log", "--warm-up", "--max-running", "3", ranks=2)
     try:
@@ -410,7 +408,7 @@ def test_a_killed_rank_ends_the_job(folder: Path, tmp_path: Path) -> None:
             launch.kill(process)
 
 
-def test_bad_input_is_one_sentence(folder: Path, tmp_path: Path) -> None:
+def test_bad_input_is_rejected_with_a_clear_error(folder: Path, tmp_path: Path) -> None:
     load = ["--load", str(folder / "checkpoint")]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

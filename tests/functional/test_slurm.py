@@ -127,7 +127,7 @@ def preempted(sweep: Job, folder: Path) -> Job:
     return job
 
 
-def test_a_preempted_run_ends_as_one_that_never_was(sweep: Job, preempted: Job) -> None:
+def test_a_preempted_run_matches_an_uninterrupted_one(sweep: Job, preempted: Job) -> None:
     assert preempted.facts()["Restarts"] == "2"
     assert preempted.steps() == list(range(1, STEPS + 1)), "every step once"
     whole = launch.learned(sweep.run / "SEED-1234")
@@ -140,7 +140,7 @@ def test_a_sweep_has_a_run_for_every_value(sweep: Job) -> None:
     assert losses[0] != losses[1]
 
 
-def test_a_run_keeps_what_every_start_ran(preempted: Job) -> None:
+def test_a_run_keeps_the_code_and_commands_of_every_start(preempted: Job) -> None:
     job = preempted.run / "jobs" / preempted.number
     assert (job / "code" / "pretrain_gpt.py").exists()
     commands = [(job / f"start-{start}" / "commands").read_text() for start in range(3)]

@@ -119,7 +119,7 @@ def trained(folder: Path, corpus: Path, tmp_path: Path) -> tuple[Path, list[floa
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("family", "head"), HEADS)
-def test_a_frameworks_model_trains_attached_layers_that_draft_as_those_of_our_trainer(
+def test_attached_layers_of_a_framework_draft_as_those_of_our_trainer(
     framework: str, family: str, head: str, corpora: dict[str, Path], worked: Worked, tmp_path: Path
 ) -> None:
     needs(framework)
@@ -143,7 +143,7 @@ def test_a_frameworks_model_trains_attached_layers_that_draft_as_those_of_our_tr
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
-def test_a_frameworks_model_trains_a_drafter_beside_a_trunk_that_does_not_change_by_a_bit(
+def test_a_framework_trains_a_drafter_with_a_bit_identical_trunk(
     framework: str, kind: str, corpora: dict[str, Path], worked: Worked, tmp_path: Path
 ) -> None:
     """The trunk as exported by the framework and the drafter's folder draft together."""
@@ -178,7 +178,7 @@ def tuned(corpora: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize(("framework", "head", "follows"), LORA)
-def test_lora_keeps_layers_that_are_attached_and_a_lost_one_is_grafted_back(
+def test_lora_keeps_attached_layers_and_lost_ones_can_be_grafted(
     framework: str, head: str, follows: bool, corpora: dict[str, Path], tuned: Path, worked: Worked, tmp_path: Path
 ) -> None:
     needs(framework)
@@ -204,9 +204,7 @@ def test_lora_keeps_layers_that_are_attached_and_a_lost_one_is_grafted_back(
 
 
 @pytest.mark.parametrize(("family", "head"), [("qwen3", "new"), ("glm4_moe", "own"), ("qwen3", "dspark")])
-def test_verls_engine_trains_the_layers_beside_a_policy_that_does_not_change_by_a_bit(
-    family: str, head: str, tmp_path: Path
-) -> None:
+def test_verl_trains_the_layers_with_a_bit_identical_policy(family: str, head: str, tmp_path: Path) -> None:
     """verl's Megatron engine, original and patched; the folder's own layer is loaded, and sent for rollouts.
 
     The line `heads = [...]` of the patch selects the drafter.

@@ -85,7 +85,7 @@ def trunks(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
         pytest.param("eagle3", "alone", "hybrid", "", marks=pytest.mark.matrix),
     ],
 )
-def test_a_second_training_reads_what_the_first_has_computed(
+def test_a_second_run_reads_the_states_of_the_first(
     head: str, layout: str, trunk: str, more: str, trunks: Path, data: Path, tmp_path: Path
 ) -> None:
     flags = f"--load {trunks / trunk} --finetune {HEADS[head]} {more} --mtp-state-cache {tmp_path / 'states'}"
@@ -122,7 +122,7 @@ def test_all_heads_of_a_hybrid_trunk_read_the_same_states(trunks: Path, data: Pa
     assert "the trunk ran for 0 of " in log
 
 
-def test_states_of_something_else_are_refused(trunks: Path, data: Path, tmp_path: Path) -> None:
+def test_cached_states_of_another_run_are_rejected(trunks: Path, data: Path, tmp_path: Path) -> None:
     other = corpus(tmp_path / "other")
     with open(f"{other}.bin", "r+b") as file:
         file.write(b"\1")
@@ -150,7 +150,7 @@ def test_states_of_something_else_are_refused(trunks: Path, data: Path, tmp_path
         (f"{HEADS['mtp']} --pipeline-model-parallel-size 2", "but earlier stages would have nothing to do; give 1."),
     ],
 )
-def test_what_a_cache_cannot_be_of_is_refused(flags: str, said: str, data: Path, tmp_path: Path) -> None:
+def test_settings_without_cacheable_states_are_rejected(flags: str, said: str, data: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as end:
         train(tmp_path, data, "run", f"{flags} --mtp-state-cache states", "data")
     assert said in str(end.value)

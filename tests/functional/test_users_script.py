@@ -41,7 +41,7 @@ def with_our_depths() -> str:
     return SCRIPT.replace(LAST_IMPORT, LAST_IMPORT + IMPORT).replace(STEP, "")
 
 
-def test_two_lines_are_changed_and_the_page_shows_them() -> None:
+def test_the_two_changed_lines_are_on_the_page() -> None:
     changed = difflib.ndiff(SCRIPT.splitlines(), with_our_depths().splitlines())
     lines = [line for line in changed if line[0] in "+-"]
     assert lines == [f"+ {IMPORT.strip()}", f"- {STEP.rstrip()}"]
@@ -54,7 +54,7 @@ def test_two_lines_are_changed_and_the_page_shows_them() -> None:
     ("processes", "flags"),
     [pytest.param(1, "", marks=pytest.mark.matrix), (2, "--pipeline-model-parallel-size 2")],
 )
-def test_the_script_learns_what_ours_learns(processes: int, flags: str, tmp_path: Path) -> None:
+def test_a_users_script_trains_as_ours_does(processes: int, flags: str, tmp_path: Path) -> None:
     script = tmp_path / "pretrain_gpt.py"
     script.write_text(with_our_depths(), encoding="utf-8")
     given = [*launch.TINY_RUN, *RUN, *flags.split(), "--mtp-metrics-dir"]

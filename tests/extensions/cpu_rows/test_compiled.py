@@ -40,7 +40,9 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-def test_it_is_built_once_and_says_so(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_compiled_once_and_a_message_says_so(
+    messages: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_compiler()
     library = compiled.library(torch.float32)
     assert library is not None
@@ -91,7 +93,7 @@ def test_without_a_compiler_drafting_continues(messages: list[str], monkeypatch:
     assert messages[0] == f"drafting runs without compiled code, which is slower: {reason}"
 
 
-def test_a_compiler_that_fails_leaves_nothing(messages: list[str]) -> None:
+def test_a_failing_compiler_leaves_no_files(messages: list[str]) -> None:
     with_compiler()
     compiled.SOURCE.write_text("int broken(\n")
     assert compiled.library(torch.float32) is None
@@ -110,7 +112,7 @@ def test_an_interrupted_build_leaves_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert list(compiled.folder().iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_told(
+def test_an_unwritable_cache_folder_is_reported(
     messages: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with_compiler()
@@ -120,7 +122,7 @@ def test_a_folder_that_cannot_be_written_is_told(
     assert "Not a directory" in messages[-1]
 
 
-def test_it_can_be_switched_off(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_can_be_switched_off(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(compiled.SWITCH, "0")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("built"))
     assert compiled.library(torch.float32) is None
@@ -149,7 +151,9 @@ def test_a_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"HOME": "/c"}, "/c/.cache/megatron_mtp"),
     ],
 )
-def test_where_it_is_kept(given: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_libraries_are_kept_in_the_cache_folder(
+    given: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():

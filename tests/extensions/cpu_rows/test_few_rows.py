@@ -138,7 +138,7 @@ def test_texts_are_those_of_the_modules(pair: tuple[Runner, Runner]) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_drafts_of_one_call_are_those_of_depth_by_depth(
+def test_drafting_in_one_call_equals_drafting_depth_by_depth(
     pair: tuple[Runner, Runner], batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     methods = ["mtp", "mtp_eagle"] if pair[0].sequential else ["parallel_heads"]
@@ -150,7 +150,7 @@ def test_drafts_of_one_call_are_those_of_depth_by_depth(
 
 
 @pytest.mark.parametrize("threads", [2, 3])
-def test_several_threads_draft_as_one_does(
+def test_several_threads_draft_the_same_tokens_as_one(
     pair: tuple[Runner, Runner], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"method": "mtp" if pair[0].sequential else "parallel_heads", "num_speculative_tokens": 2}
@@ -162,7 +162,7 @@ def test_several_threads_draft_as_one_does(
 
 @torch.inference_mode()
 @pytest.mark.parametrize("texts", [1, 3])
-def test_a_round_of_one_call_leaves_what_its_parts_leave(pair: tuple[Runner, Runner], texts: int) -> None:
+def test_a_round_in_one_call_leaves_the_same_state_as_its_parts(pair: tuple[Runner, Runner], texts: int) -> None:
     method = "mtp_eagle" if pair[0].sequential else "parallel_heads"
     settings = {"method": method, "num_speculative_tokens": 2}
     for speculative in (None, settings):
@@ -250,7 +250,7 @@ def test_without_memory_for_packed_weights_the_modules_run(
     assert all(compiled_stacks(Runner(model)))
 
 
-def test_rows_before_the_first_leave_no_trace() -> None:
+def test_rows_before_the_first_position_do_not_change_the_cache() -> None:
     runner, _ = both("gqa", torch.float32)
     cache, first_B = KVCache(runner.trunk_layers, runs(1, SLOTS)), torch.zeros(1, dtype=torch.long)
     runner.trunk(tokens_of(1, 3), Rows(first_B, 3, 3, runs(1, SLOTS)), cache)
@@ -271,7 +271,7 @@ def test_a_long_window_is_attended_to_up_to_the_last_visible_slot() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("inputs", [7, 64, 100])
-def test_a_product_of_any_size(inputs: int, dtype: torch.dtype) -> None:
+def test_matrix_products_of_any_size_are_correct(inputs: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for outputs in (1, 5, 43):
         weight = torch.randn(outputs, inputs).to(dtype)
@@ -285,7 +285,7 @@ def test_a_product_of_any_size(inputs: int, dtype: torch.dtype) -> None:
             )
 
 
-def test_numbers_that_are_none_stay_so() -> None:
+def test_nan_and_infinity_are_preserved() -> None:
     multiply = product_of(torch.full((4, 64), torch.inf, dtype=torch.bfloat16))
     assert multiply is not None
     hidden = torch.zeros(1, 64, dtype=torch.bfloat16)

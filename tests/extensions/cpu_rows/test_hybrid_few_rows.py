@@ -133,7 +133,7 @@ def test_depths_with_states_run_in_every_draft(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.matrix
-def test_bfloat16_is_as_near_to_exact_values_as_the_modules() -> None:
+def test_bfloat16_is_as_accurate_as_the_modules() -> None:
     """Compared to float64 with the same weights. In either, a single logit may be off by a tenth of the largest."""
     ours, theirs = (runner_of("wider than a vector", way, torch.bfloat16) for way in ("compiled", "modules"))
     exact = runner_of("wider than a vector", "modules", torch.float64)
@@ -148,7 +148,7 @@ def test_bfloat16_is_as_near_to_exact_values_as_the_modules() -> None:
     assert mine <= 1.2 * others < 0.05
 
 
-def test_rows_before_the_first_leave_no_trace() -> None:
+def test_rows_before_the_first_position_do_not_change_the_cache() -> None:
     target = runner_of("all kinds", "compiled")
     cache, first_B = KVCache(target.trunk_layers, runs(1, SLOTS)), torch.zeros(1, dtype=torch.long)
     target.trunk(tokens_of(1, 3), Rows(first_B, 3, 3, runs(1, SLOTS)), cache)
@@ -160,7 +160,7 @@ def test_rows_before_the_first_leave_no_trace() -> None:
     assert all(map(torch.equal, before, [*held, cache.recurrence.end_E]))
 
 
-def test_other_layers_leave_their_stack_to_modules() -> None:
+def test_a_stack_with_other_layers_runs_its_modules() -> None:
     """Experts are not compiled; the layers around them are short layers."""
     target = Runner(drafting_hybrid("M*E-/M-", torch.float32))
     assert compiled_stacks(target) == [False, True]

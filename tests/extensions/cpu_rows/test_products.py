@@ -51,7 +51,7 @@ def test_a_cpu_without_packed_bfloat16_uses_other_products(monkeypatch: pytest.M
     assert products._packed(torch.ones(64, 64, dtype=torch.bfloat16)) is None
 
 
-def test_rows_go_the_way_of_the_next_number_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_counts_use_the_next_larger_timed_count(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def fastest(outputs: int, inputs: int, dtype: torch.dtype, threads: int, rows: int) -> str:
@@ -65,7 +65,7 @@ def test_rows_go_the_way_of_the_next_number_that_is_timed(monkeypatch: pytest.Mo
     assert asked == [1, 6, 64, 64]
 
 
-def test_a_weight_is_packed_when_that_is_first_wanted_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_is_packed_once_when_first_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[Tensor] = []
 
     def pack(weight: Tensor) -> products.Multiply:

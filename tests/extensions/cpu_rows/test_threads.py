@@ -36,7 +36,7 @@ def test_a_single_long_step_does_not_count(team: Team) -> None:
     assert team.size == 8
 
 
-def test_fewer_threads_run_while_they_are_held_up(team: Team) -> None:
+def test_fewer_threads_run_while_threads_stall(team: Team) -> None:
     assert [window(team, 0.0, 0.5) for _ in range(5)] == [4, 2, 1, 1, 1]
 
 
@@ -53,7 +53,7 @@ def test_more_threads_are_tried_after_a_pause_that_doubles(team: Team) -> None:
     assert pauses == pytest.approx(expected)
 
 
-def test_a_call_is_given_the_size_and_its_stalls_count(team: Team) -> None:
+def test_a_call_receives_the_team_size_and_its_stalls_are_counted(team: Team) -> None:
     sizes = list[int]()
 
     def held_up(_: str, size: int) -> None:
@@ -65,7 +65,7 @@ def test_a_call_is_given_the_size_and_its_stalls_count(team: Team) -> None:
     assert team._held_up == 1.0
 
 
-def test_one_thread_is_never_made_fewer(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_thread_is_never_reduced(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     team.run(lambda size: None)
     assert (team.size, team._seconds) == (1, 0.0)

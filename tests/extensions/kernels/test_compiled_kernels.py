@@ -34,20 +34,20 @@ def worse(made: Iterable[Kernel]) -> list[str]:
 
 
 @pytest.mark.parametrize("target", tiered(CARDS, (90,)))
-def test_no_kernel_spills_or_fills_less_than_in_the_record(target: int, pytestconfig: pytest.Config) -> None:
+def test_no_kernel_spills_or_has_lower_occupancy_than_recorded(target: int, pytestconfig: pytest.Config) -> None:
     made = kernels(target, names(), drafted=pytestconfig.getoption("--all"))
     assert {"trial", "cross_entropy", "overlap_gradient, with kd"} <= {kernel.name for kernel in made}
     assert worse(made) == [], AS_MEANT
 
 
-def test_a_kernel_that_fills_less_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_with_lower_occupancy_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_chunk, "BLOCK", 16_384)
     spread = launches(90, "ce")
     assert [said.split("'")[3] for said in worse(spread)] == ["statistics", "cross_entropy"]
 
 
 @pytest.mark.matrix
-def test_a_kernel_that_spills_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_spills_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_chunk, "BLOCK", 65_536)
     spread = launches(90, "kd")
     assert max(kernel.spilled for kernel in spread) > 0
@@ -80,7 +80,7 @@ def test_occupancy(target: int, registers: int, shared: int, warps: int, expecte
     assert CARDS[target].occupancy(registers, shared, warps) == expected
 
 
-def test_bytes_of_a_logit_are_those_of_the_design() -> None:
+def test_kernels_move_the_designed_bytes_per_logit() -> None:
     moved = {name: sum(kernel.moved for kernel in launches(90, name)) for name in names()}
     assert moved == {"ce": 6, "kd": 10} | dict.fromkeys(("tv", "nla", "lk", "e2e_tv"), 14)
 
@@ -119,7 +119,7 @@ def test_the_interpreter_is_refused(capsys: pytest.CaptureFixture[str], monkeypa
     assert "error: TRITON_INTERPRET is 1, so Triton interprets kernels" in capsys.readouterr().err
 
 
-def test_a_machine_without_triton_gets_one_sentence(
+def test_missing_triton_is_reported_with_a_clear_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "why_not", lambda _: "it is not installed")

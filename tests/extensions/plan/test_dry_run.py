@@ -59,7 +59,7 @@ def trunk(lines: list[str]) -> str:
     return next(line for line in lines if line.startswith("  trunk"))
 
 
-def test_what_is_left_out_are_fields_of_megatrons_configuration() -> None:
+def test_omitted_settings_are_fields_of_megatrons_config() -> None:
     assert OF_LIBRARIES.keys() <= {field.name for field in fields(TransformerConfig)}
 
 
@@ -89,7 +89,7 @@ def test_a_plan_needs_no_library_of_gpus(flags: str, libraries: str | None, monk
     assert "parameters: " in "\n".join(lines)
 
 
-def test_stand_ins_for_modules_go_and_what_was_imported_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stub_modules_are_removed_but_other_imports_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     manager, other = "nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager", "colorsys"
     monkeypatch.delitem(sys.modules, other, raising=False)
     before = set(sys.modules)
@@ -106,7 +106,7 @@ def test_stand_ins_for_modules_go_and_what_was_imported_meanwhile_stays(monkeypa
         _all("--experimental-attention-variant dsa", "D-D-", SPARSE),
     ],
 )
-def test_experimental_attention_has_the_parameters_of_a_hybrids_layers(
+def test_experimental_attention_has_as_many_parameters_in_a_hybrid(
     gpt: str, pattern: str, sizes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compared with a GPT, which Megatron builds only with Transformer Engine's modules."""
@@ -130,12 +130,12 @@ def test_memory_of_a_drafter_is_that_of_its_counted_parameters(monkeypatch: pyte
     assert counted > 10_000_000
 
 
-def test_memory_of_a_layer_without_a_formula_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_without_a_memory_formula_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = planned(f"{BATCH} {MOCK} {SPARSE} --hybrid-layer-pattern D-", monkeypatch)
     assert lines[-1].startswith("memory: --hybrid-layer-pattern has 'D'")
 
 
-def test_files_of_the_cluster_are_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_files_are_skipped_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = (
         f"{BATCH} {DEPTHS} --tokenizer-type HuggingFaceTokenizer --tokenizer-model /cluster/Kimi-K2 --load=/cluster/x "
         "--mtp-train-only --mtp-draft-vocab-size 7 --data-path /cluster/data"
@@ -158,7 +158,7 @@ def test_files_of_the_cluster_are_left_out_and_named(monkeypatch: pytest.MonkeyP
         (f"{MOCK} --load /cluster/x --use-checkpoint-args", "--load /cluster/x is not on this machine; give the flags"),
     ],
 )
-def test_what_the_job_itself_would_refuse_is_refused(flags: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_rejects_what_the_job_would_reject(flags: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=says):
         planned(f"{BATCH} {DEPTHS} {flags}", monkeypatch)
 
@@ -188,6 +188,6 @@ def _unknown(*_: object) -> None:
     raise OSError("Name or service not known")
 
 
-def test_a_job_that_starts_anew_where_it_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_from_an_empty_save_folder_is_not_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saves = f"--save {tmp_path}/x --load {tmp_path}/x --save-interval 1"
     assert not any("not on this machine" in line for line in planned(f"{BATCH} {MOCK} {DEPTHS} {saves}", monkeypatch))

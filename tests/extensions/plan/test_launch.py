@@ -13,7 +13,7 @@ WORDS = (
 ).split()
 
 
-def test_flags_are_read_and_others_left() -> None:
+def test_known_flags_are_read_and_others_kept() -> None:
     line = read(WORDS)
     assert (line.num_layers, line.hidden_size, line.tensor_model_parallel_size, line.bf16) == (6, 64, 2, True)
     assert (line.recompute_modules, line.depths, line.fp8_format) == (("mlp", "moe_act"), 2, None)
@@ -61,12 +61,12 @@ def test_bad_lists_of_experts_are_named(text: str, layers: int) -> None:
         experts_by_layer(text, layers)
 
 
-def test_a_layout_has_known_letters() -> None:
+def test_unknown_layout_symbols_are_rejected() -> None:
     with pytest.raises(ValueError, match="'x' is not one of E t m L"):
         stages_of("Ex|L")
 
 
-def test_a_folder_gives_the_sizes_of_its_config(tmp_path: Path) -> None:
+def test_model_sizes_are_read_from_a_config_folder(tmp_path: Path) -> None:
     keys = {"model_type": "mimo", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     keys |= {"num_key_value_heads": 2, "intermediate_size": 160, "vocab_size": 512, "max_position_embeddings": 128}
     keys |= {"num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}

@@ -35,7 +35,7 @@ def megatrons(line: Line, gpus: int) -> Namespace:
     ("name", "gpus", "within"),
     [("gpt3-175b", 1024, 0.01), ("llama2-70b", 256, 0.01), ("mixtral-8x22b", 128, 0.01), ("qwen3-30b-a3b", 32, 0.01)],
 )
-def test_state_is_megatrons_estimate(name: str, gpus: int, within: float) -> None:
+def test_state_memory_matches_megatrons_estimate(name: str, gpus: int, within: float) -> None:
     """Without MTP layers, whose eh_proj it omits."""
     line = replace(with_depths(line_of(name), 0), context_parallel_size=1, optimizer_cpu_offload=False)
     model = model_of(line)
@@ -53,7 +53,7 @@ def _in_full(line: Line) -> Line:
     return line
 
 
-def test_activations_are_megatrons_estimate() -> None:
+def test_activation_memory_matches_megatrons_estimate() -> None:
     """Its layer is ungated with dropout; it counts the first pipeline stage."""
     line = line_of("gpt3-175b", "--sequence-parallel --recompute-granularity selective")
     line = replace(with_depths(line, 0), fp16=False, bf16=True)
@@ -69,7 +69,7 @@ H200 = (
 )
 
 
-def test_the_loss_in_chunks_needs_what_an_h200_measured() -> None:
+def test_chunked_loss_memory_matches_h200_measurements() -> None:
     """docs/explanation/evidence_gpu.md: 16,384 x 131,072 logits, 1,664 MiB in chunks, 24,580 MiB for all."""
     line = read(H200)
     assert chunked_bytes(16384, 131072, line) / MIB == pytest.approx(1664, rel=0.05)
@@ -93,7 +93,7 @@ def test_bytes_of_a_parameter() -> None:
     assert States(read(H200[:2]), 1).held(1, 0) + States(read(H200[:2]), 1).optimizer(1, 0) == 16
 
 
-def test_depths_bring_a_copy_of_the_embedding_and_their_own_state() -> None:
+def test_mtp_layers_add_their_state_and_an_embedding_copy() -> None:
     """Stage 6 of DeepSeek-V3 with its MTP layer: what the dry run counts as depths and as a copy."""
     made = plan(words_of("deepseek-v3-h100", "--transformer-impl local"), CARDS["H100"], 1024)
     alone = next(one for one in made.of(1) if one.name == "stage of their own")

@@ -46,7 +46,7 @@ def test_layouts_are_short() -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3-h100", "deepseek-v3-h100-offloaded", "deepseek-proxy"])
-def test_the_layout_of_a_line_is_read_as_megatron_reads_it(name: str) -> None:
+def test_a_pipeline_layout_is_parsed_as_in_megatron(name: str) -> None:
     line = line_of(name)
     assert line.pipeline_model_parallel_layout is not None
     placement = of_line(line, line.whole("num_layers"))
@@ -69,7 +69,7 @@ def test_flags_of_stages(name: str, counts: list[int]) -> None:
     assert [chunk.end - chunk.first for chunk in placement.chunks] == counts
 
 
-def test_a_line_that_does_not_divide_is_refused() -> None:
+def test_layers_that_do_not_divide_over_stages_are_rejected() -> None:
     with pytest.raises(ValueError, match="61 layers do not divide over 4 pipeline ranks"):
         of_line(read("--num-layers 61 --pipeline-model-parallel-size 4".split()), 61)
     line = read("--num-layers 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|L".split())
@@ -85,7 +85,7 @@ def test_the_balanced_placement_lightens_the_last_stage() -> None:
     assert strings(balanced(Loads((1.0,) * 12, 0.0, 3.0, 4.0), 1, 4, 1, alone=True))[-2:] == ["m", "L"]
 
 
-def test_a_placement_takes_the_place_of_the_lines_flags() -> None:
+def test_a_placement_replaces_the_flags_of_the_launch_line() -> None:
     words = words_of("qwen3-235b-a22b")
     line = read(words)
     made = flags_of(even(94, 2, 8, 2), line, words)
@@ -94,7 +94,7 @@ def test_a_placement_takes_the_place_of_the_lines_flags() -> None:
     assert read(made).whole("num_layers") == 94
 
 
-def test_a_hybrid_gets_its_stages_in_the_pattern() -> None:
+def test_a_hybrids_stages_are_written_into_its_pattern() -> None:
     words = "--hybrid-layer-pattern GEGE*E/*E --mtp-num-layers 1 --pipeline-model-parallel-size 2".split()
     made = flags_of(of_counts([4, 2], 1, 2), read(words), words)
     assert made[-2:] == ["--hybrid-layer-pattern", "GEGE|*E/*E"]

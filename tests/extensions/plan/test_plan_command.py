@@ -46,14 +46,14 @@ def loaded(script: str, *words: str) -> set[str]:
     return set(done.stdout.split("LOADED")[1].split())
 
 
-def test_it_loads_nothing_of_the_core_but_config_and_families() -> None:
+def test_plan_imports_only_config_and_families_of_the_core() -> None:
     modules = loaded(LOADED, *GPUS, "--accepted", "glm", "--", *SMALL)
     core = {one for one in modules if one.startswith("megatron_mtp.") and ".extensions" not in one}
     assert core <= loaded(ALLOWED)
     assert not {"torch", "megatron", "megatron.core", "transformers", "plotly"} & modules
 
 
-def test_the_core_loads_nothing_of_it() -> None:
+def test_the_core_does_not_import_extensions() -> None:
     script = "import sys, megatron_mtp.cli.main, megatron_mtp.cli.train; print('LOADED', *sys.modules)"
     assert not [name for name in loaded(script) if name.startswith("megatron_mtp.extensions.")]
 
@@ -91,7 +91,7 @@ def test_json_has_every_stage_and_part(capsys: pytest.CaptureFixture[str]) -> No
     assert made["drafting"]["acceptance"][:2] == [0.8, 0.6]
 
 
-def test_this_machine_is_a_card(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_here_plans_for_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 --swiglu"
     here = ["--gpu", "here", "--gpus", "1", "--json", "--", *words.split(), "--transformer-impl", "local"]
     assert main(here, PROGRAM) == 0
@@ -100,7 +100,7 @@ def test_this_machine_is_a_card(capsys: pytest.CaptureFixture[str]) -> None:
     assert made["recommended"]["seconds"] > 0
 
 
-def test_a_record_gives_the_acceptance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_acceptance_is_read_from_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mtp_acceptance.json").write_text(json.dumps({"acceptance": [0.75, 0.5]}))
     text = printed(capsys, "--accepted", str(tmp_path), "--", *SMALL)
     assert re.search(r"^length +1\.75 +2\.25 ", text, re.MULTILINE)
@@ -117,7 +117,7 @@ class Page(HTMLParser):
         self.asked += tuple(value or "" for name, value in attrs if name in ("src", "href"))
 
 
-def test_the_page_has_bars_of_every_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_has_bars_for_every_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "plan.html"
     printed(capsys, "--accepted", "glm", "--output", str(target), "--", *SMALL)
     text = target.read_text(encoding="utf-8")
@@ -149,7 +149,9 @@ def test_the_page_has_bars_of_every_stage(tmp_path: Path, capsys: pytest.Capture
         (["--gpu", "H100", "--", *SMALL], "the following arguments are required: --gpus"),
     ],
 )
-def test_bad_input_is_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_rejected_with_a_clear_error(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         status: object = main(words, PROGRAM)
     except SystemExit as end:  # argparse's

@@ -22,7 +22,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("pipeline", SHAPES, ids=str)
-def test_the_order_is_megatrons(pipeline: Pipeline) -> None:
+def test_the_schedule_order_matches_megatron(pipeline: Pipeline) -> None:
     rows = get_schedule_table(pipeline.microbatches, pipeline.virtual, pipeline.group)
     assert list(table(pipeline)) == rows
     for rank in {0, 1, pipeline.ranks // 2, pipeline.ranks - 1}:
@@ -40,7 +40,7 @@ def test_the_order_is_megatrons(pipeline: Pipeline) -> None:
         assert backwards == [(microbatch, pipeline.virtual - 1 - chunk) for microbatch, chunk in rows]
 
 
-def test_two_ranks_in_full() -> None:
+def test_the_order_of_two_ranks_matches_a_hand_written_one() -> None:
     assert order(Pipeline(2, 1, 3, 2), 0) == [
         *(("F", 0, 0), ("F", 0, 1), ("B", 0, 0)),
         *(("F", 0, 2), ("B", 0, 1), ("B", 0, 2)),
@@ -52,7 +52,7 @@ def test_two_ranks_in_full() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "virtual", "microbatches"), [(4, 1, 8), (8, 4, 32), (16, 2, 64), (1024, 1, 32)])
-def test_bubbles_of_even_stages_are_the_closed_form(ranks: int, virtual: int, microbatches: int) -> None:
+def test_bubbles_of_even_stages_match_the_closed_form(ranks: int, virtual: int, microbatches: int) -> None:
     """(p - 1) (f + b) / v in addition to m (f + b) (arXiv:2104.04473, section 2.2); for 1,024 ranks too."""
     pipeline, chunks = Pipeline(ranks, virtual, microbatches, ranks), ranks * virtual
     timeline = simulate(pipeline, [1.0] * chunks, [2.0] * chunks)
@@ -66,7 +66,7 @@ def test_the_slowest_stage_sets_the_pace() -> None:
     assert timeline.seconds == pytest.approx(100 * 6 + 2 * 3)
 
 
-def test_a_hop_delays_the_first_and_the_last_microbatch() -> None:
+def test_a_transfer_delays_the_first_and_the_last_microbatch() -> None:
     assert simulate(Pipeline(2, 1, 1, 2), [1.0, 1.0], [2.0, 2.0], 0.25).seconds == pytest.approx(6.5)
 
 
@@ -94,7 +94,7 @@ WORKER = Path(__file__).parent / "schedule_worker.py"
     ],
     ids=["1f1b", "interleaved", "four ranks"],
 )
-def test_a_run_over_gloo_goes_in_this_order(flags: str, pipeline: Pipeline, tmp_path: Path) -> None:
+def test_a_gloo_run_follows_the_planned_order(flags: str, pipeline: Pipeline, tmp_path: Path) -> None:
     arguments = (*launch.PLAIN_RUN, *flags.split(), *STEPS, "--out", str(tmp_path))
     launch.run(launch.torchrun(pipeline.ranks, WORKER, *arguments), tmp_path / "log")
     for rank in range(pipeline.ranks):

@@ -24,7 +24,7 @@ data: {mock-data: true, tokenizer-type: NullTokenizer, vocab-size: 151936}
 """The shape of Qwen3-8B with one MTP layer."""
 
 
-def test_a_plan_counts_parameters_and_says_where_the_depths_stand(tmp_path: Path) -> None:
+def test_a_plan_counts_parameters_and_places_the_mtp_layers(tmp_path: Path) -> None:
     """Qwen3-8B has 8,190,735,360 parameters; 128 padding rows in both tables are 1,048,576 more."""
     (tmp_path / "run.yaml").write_text(RUN)
     older = "--cuda-graph-impl transformer_engine --cuda-graph-scope attn --te-rng-tracker"

@@ -53,7 +53,7 @@ def test_qwens_27_b_on_16_npus() -> None:
     assert added == pytest.approx(0.0165, abs=0.05)
 
 
-def test_the_head_of_an_h200() -> None:
+def test_head_time_matches_h200_measurements() -> None:
     """docs/explanation/evidence_gpu.md: `ce` of 16,384 x 131,072 logits, head and gradients: 54.58 ms; `kd` 72.98."""
     words = "--hidden-size 2048 --bf16 --num-layers 1 --num-attention-heads 16 --vocab-size 131072 --seq-length 16384"
     for loss, milliseconds in (("ce", 54.58), ("kd", 72.98)):
@@ -62,7 +62,7 @@ def test_the_head_of_an_h200() -> None:
         assert 1000 * own == pytest.approx(milliseconds, rel=0.05)
 
 
-def test_a_schedule_of_losses_takes_the_mean_of_its_parts() -> None:
+def test_a_loss_schedule_costs_the_weighted_mean_of_its_parts() -> None:
     words = "--hidden-size 64 --num-layers 1 --num-attention-heads 4 --vocab-size 1024 --seq-length 64".split()
 
     def seconds(loss: str) -> float:

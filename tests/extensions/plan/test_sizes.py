@@ -20,7 +20,7 @@ def test_parameters_are_those_that_megatron_builds(name: str) -> None:
     assert model_of(line_of(name, more)).size == size
 
 
-def test_a_stage_of_experts_holds_as_many_parameters_as_megatron_builds() -> None:
+def test_an_expert_stage_has_as_many_parameters_as_in_megatron() -> None:
     """8 layers of DeepSeek-V3 on 2 tensor and 64 expert ranks: a rank of stage 1 in the dry run, without TE."""
     line = line_of("deepseek-v3-h100", "--transformer-impl local")
     dense, experts = local_size(model_of(line).layers[-8:], line)
@@ -46,7 +46,7 @@ def test_recomputation_leaves_activations_out() -> None:
     assert kept_bytes(model_of(selective).layers[0], selective) == (34 - 2 * 2 * 4) * 512
 
 
-def test_inputs_of_products_are_a_byte_in_fp8() -> None:
+def test_matmul_inputs_take_one_byte_in_fp8() -> None:
     """Both norms' outputs, attention's output and the MLP's inner input: 1 + 1 + 1 + 4 channels."""
     in_fp8 = read([*GPT3, "--fp8-format", "hybrid"])
     assert kept_bytes(model_of(in_fp8).layers[0], in_fp8) == (34 - 7) * 512

@@ -181,7 +181,7 @@ def model_of(family: str) -> LanguageModule:
 
 @pytest.mark.parametrize(("engine", "family", "depths"), tiered(ROUNDS, FIRST_TIER))
 @torch.no_grad()
-def test_the_rules_of_an_engine_make_the_drafts_of_its_rounds(engine: str, family: str, depths: int) -> None:
+def test_the_rules_of_an_engine_reproduce_its_drafts(engine: str, family: str, depths: int) -> None:
     model = model_of(family)
     text = read_text(model, TOKENS)
     made = drafts(model, text, COUNT, ENGINES[engine].feeding(family, depths))
@@ -190,31 +190,31 @@ def test_the_rules_of_an_engine_make_the_drafts_of_its_rounds(engine: str, famil
         assert [draft[start] for draft in made] == plain, start
 
 
-def test_every_engine_and_family_of_the_table_has_a_plain_round() -> None:
+def test_every_engine_and_family_has_a_reference_round() -> None:
     assert {case[:2] for case in ROUNDS} == {(name, family) for name, one in ENGINES.items() for family in one.families}
 
 
 @pytest.mark.parametrize("changes", [{}, MOE, LATENT, {"mtp_use_repeated_layer": True}], ids=str)
 @torch.no_grad()
-def test_trainings_rules_make_the_drafts_of_the_trained_block(changes: dict[str, Any]) -> None:
+def test_training_rules_reproduce_the_drafts_of_the_mtp_block(changes: dict[str, Any]) -> None:
     compare_with_block(our_model(COUNT, **changes).eval(), TRAINED)
 
 
 @pytest.mark.parametrize("pattern", ["M*-/*-/*-/*-", "G*/*E/*E/*E"])
 @torch.no_grad()
-def test_trainings_rules_make_the_drafts_of_a_hybrids_block(pattern: str) -> None:
+def test_training_rules_reproduce_the_drafts_of_a_hybrid(pattern: str) -> None:
     compare_with_block(our_hybrid(pattern, **MOE if "E" in pattern else {}).eval(), TRAINED)
 
 
 @torch.no_grad()
-def test_shared_keys_make_the_drafts_of_a_block_that_was_trained_so() -> None:
+def test_shared_kv_rules_reproduce_a_block_trained_with_shared_kv() -> None:
     model = our_model(COUNT, mtp_use_repeated_layer=True, shares_kv=True).eval()
     compare_with_block(model, SHARED_KEYS)
 
 
 @pytest.mark.parametrize("changes", [{}, LATENT], ids=str)
 @torch.no_grad()
-def test_keys_of_pass_1_make_the_drafts_of_a_block_that_was_trained_so(changes: dict[str, Any]) -> None:
+def test_pass_1_kv_rules_reproduce_a_block_trained_with_them(changes: dict[str, Any]) -> None:
     model = our_model(COUNT, mtp_use_repeated_layer=True, first_pass_kv=True, **changes).eval()
     assert trained_feeding(model) == FIRST_PASS_KEYS
     compare_with_block(model, FIRST_PASS_KEYS)
@@ -235,7 +235,7 @@ def compare_with_block(model: LanguageModule, feeding: Feeding) -> None:
 
 
 @torch.no_grad()
-def test_states_before_a_norm_that_weighs_all_channels_alike_draft_as_those_after_it() -> None:
+def test_a_uniform_norm_between_depths_changes_no_draft() -> None:
     """GLM-4 MoE in vLLM: the next depth normalizes again, so that only the weights of the norm in between matter."""
     model = our_model(3).eval()
     text = read_text(model, TOKENS)
@@ -249,7 +249,7 @@ def test_states_before_a_norm_that_weighs_all_channels_alike_draft_as_those_afte
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def test_engines_expect_the_halves_that_an_export_writes() -> None:
+def test_engines_expect_the_eh_proj_order_that_an_export_writes() -> None:
     for engine in ENGINES.values():
         for family, rules in engine.families.items():
             stored = FAMILIES[family].depths
@@ -257,7 +257,7 @@ def test_engines_expect_the_halves_that_an_export_writes() -> None:
             assert rules.embedding_first == stored.embedding_first, (engine.title, family)
 
 
-def test_every_rule_has_words_and_a_source() -> None:
+def test_every_rule_has_a_description_and_a_source() -> None:
     for engine in ENGINES.values():
         for family in engine.families:
             for depths in (1, 3):
@@ -267,14 +267,14 @@ def test_every_rule_has_words_and_a_source() -> None:
                     assert engine.source_of(row.name, family).startswith(f"{engine.repository}: ")
 
 
-def test_differences_leave_out_what_a_single_draft_does_not_see() -> None:
+def test_differences_omit_rules_that_a_single_draft_never_uses() -> None:
     feeding = ENGINES["vllm"].feeding("glm4_moe", 2)
     assert [each.rule for each in differences(TRAINED, feeding, 2)] == ["module", "chained", "zeroed", "keys"]
     assert [each.rule for each in differences(TRAINED, feeding, 1)] == ["zeroed"]
     assert [each.rule for each in differences(TRAINED, Feeding(keys="none"), 1)] == ["keys"]
 
 
-def test_who_makes_the_drafts_is_no_difference_where_there_is_one_layer() -> None:
+def test_one_mtp_layer_has_no_difference_in_the_drafting_layer() -> None:
     feeding = ENGINES["sglang"].feeding("glm4_moe", 1)
     assert [each.rule for each in differences(trained_feeding(our_model(1)), feeding, COUNT)] == ["keys"]
     repeated = our_model(COUNT, mtp_use_repeated_layer=True, shares_kv=True)
@@ -285,7 +285,7 @@ def test_who_makes_the_drafts_is_no_difference_where_there_is_one_layer() -> Non
 # --- acceptance ------------------------------------------------------------------------------------------------------
 
 
-def test_rounds_by_hand() -> None:
+def test_rounds_match_a_hand_computed_example() -> None:
     """Tokens 0 1 | 2 3 4 5 6 7: the round at row 1 keeps two drafts, the one at row 4 keeps one."""
     sample = Sample([0, 1, 2, 3, 4, 5, 6, 7], prompt=2, end=7)
     first = [9, 3, 9, 9, 6, 9]  # first draft of the round after row i, for token i + 2
@@ -303,7 +303,7 @@ def text_of_drafts(model: LanguageModule, feeding: Feeding, length: int) -> list
     return tokens
 
 
-def test_exchanged_halves_are_named_as_the_cause() -> None:
+def test_swapped_eh_proj_halves_are_named_as_the_cause() -> None:
     model = our_model(1).eval()
     sample = Sample(text_of_drafts(model, TRAINED, 20), prompt=4, end=18)
     feeding = ENGINES["transformers"].feeding("glm4_moe", 1)
@@ -361,7 +361,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 SMALL = ("--prompts", "2", "--prompt-tokens", "6", "--new-tokens", "12")
 
 
-def test_the_command_answers_for_people_and_for_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_text_and_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = (folder / "glm", "--text", folder / "text.txt", "--tokenizer", folder / "tokenizer", *SMALL)
     status, shown, _ = told(capsys, *given, "--engine", "vllm")
     assert status == 0
@@ -423,7 +423,7 @@ def json_of(answer: tuple[int, str, str]) -> dict[str, Any]:
         (("glm", "--engine", "vllm", "--engine", "sglang"), "add --table"),
     ],
 )
-def test_bad_input_ends_with_one_sentence(
+def test_bad_input_is_rejected_with_a_clear_error(
     folder: Path, arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, *flags = arguments
@@ -528,11 +528,11 @@ def test_a_drafter_with_latent_attention_has_a_class_of_its_own(
     assert "no rules of llama.cpp of October 2026 for the drafter 'eagle3' with latent attention" in said
 
 
-def test_every_kind_of_drafters_in_the_table_is_one_of_ours() -> None:
+def test_every_drafter_kind_in_the_table_exists_here() -> None:
     assert {kind for engine in ENGINES.values() for kind in engine.drafters} <= {*DRAFTERS}
 
 
-def test_a_verb_of_the_release_before_runs_by_its_new_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_old_verb_name_still_runs_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["foretell", "--help"])
     assert end.value.code == 0

@@ -181,7 +181,7 @@ def test_vllm_accepts_what_is_predicted_of_a_hybrid_and_of_its_drafter(tmp_path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_vllm_accepts_of_a_drafter_what_our_engine_accepts(kind: str, tmp_path: Path) -> None:
+def test_vllm_accepts_the_same_drafts_of_a_drafter_as_our_engine(kind: str, tmp_path: Path) -> None:
     """The same tokens and accepted drafts on the exported trunk, except drafts beyond the output's end."""
     trunk, saved, exported, beside = (tmp_path / name for name in ("trunk", "saved", "exported", "beside"))
     common = ["--num-layers", "8", *RUN.replace("--mtp-num-layers 3", "").split()]
@@ -206,7 +206,7 @@ def agrees_with_our_engine(kind: str, each: dict[str, Any], runner: Runner) -> N
     assert theirs
 
 
-def test_vllm_drafts_with_a_quantized_export_until_its_list_is_spoiled(tmp_path: Path) -> None:
+def test_vllm_drafts_with_a_quantized_export_and_its_ignore_list(tmp_path: Path) -> None:
     """Per-row FP8, which vLLM's CPU build runs without AMX; the MTP layer is unquantized, and listed under vLLM's name.
 
     Without that name vLLM takes the layer for quantized, and accepts almost no draft; the audit reports this
@@ -254,7 +254,7 @@ def test_vllm_takes_the_weights_of_a_later_step_without_a_restart(tmp_path: Path
         agree(load_model(saved / "iter_0000020"), [served], case.family, "before")
 
 
-def test_vllm_does_not_start_with_a_file_that_an_audit_misses(tmp_path: Path) -> None:
+def test_vllm_and_audit_reject_a_missing_file(tmp_path: Path) -> None:
     """Both reject an incomplete folder: an index that names a missing file."""
     checkpoint, exported = tmp_path / "checkpoint", tmp_path / "exported"
     flags = [*RUN.split(), *CASES["dense"].flags.split(), "--save", str(checkpoint)]

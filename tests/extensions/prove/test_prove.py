@@ -97,7 +97,7 @@ def test_a_hybrid_keeps_its_kinds_of_layers_and_its_depths(flag: str) -> None:
     assert skipped["MTP stage of its own"] == "a hybrid has its MTP layers on the last stage"
 
 
-def test_a_launch_line_in_bf16_has_cases_in_bf16_beside_those_in_float32() -> None:
+def test_a_bf16_launch_line_adds_bf16_cases_to_the_float32_cases() -> None:
     cases, _ = cases_of(shrink([*FLAGS, "--bf16"]), everything=False)
     half = [case.title for case in cases if case.in_bf16]
     assert half == [
@@ -110,7 +110,7 @@ def test_a_launch_line_in_bf16_has_cases_in_bf16_beside_those_in_float32() -> No
     assert not any(case.in_bf16 for case in experts)
 
 
-def test_cases_are_those_of_the_launch_line_and_all_are_more() -> None:
+def test_all_adds_cases_to_those_of_the_launch_line() -> None:
     cases, skipped = cases_of(shrink([*FLAGS, "--context-parallel-size", "8"]), everything=False)
     assert {case.layout.name for case in cases} == {"1 process", "DP 2", "CP 2"}
     assert skipped["EP 2"] == "the flags have no experts"
@@ -137,7 +137,7 @@ def test_cases_are_those_of_the_launch_line_and_all_are_more() -> None:
         ("pretrain_gpt.py --mtp-num-layers 1", "'pretrain_gpt.py', which is not a flag"),
     ],
 )
-def test_what_cannot_be_shrunk_is_refused_in_a_sentence(
+def test_a_launch_line_that_cannot_be_shrunk_is_rejected(
     words: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--", *words.split()], "megatron-mtp prove") == 2
@@ -158,7 +158,7 @@ def test_flags_of_a_yaml_file(tmp_path: Path) -> None:
         words_of(file)
 
 
-def test_a_yaml_file_without_pyyaml_is_refused_in_a_sentence(
+def test_a_yaml_file_without_pyyaml_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
@@ -166,7 +166,7 @@ def test_a_yaml_file_without_pyyaml_is_refused_in_a_sentence(
     assert "--config needs PyYAML" in capsys.readouterr().err
 
 
-def test_no_launch_line_and_no_megatron_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_launch_line_or_megatron_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, sentence in (
         ([], "there is no launch line"),
         (["--seconds", "0", "--", *FLAGS], "--seconds is 0.0"),
@@ -176,7 +176,7 @@ def test_no_launch_line_and_no_megatron_are_refused(tmp_path: Path, capsys: pyte
         assert sentence in capsys.readouterr().err
 
 
-def test_a_megatron_that_cannot_be_imported_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_megatron_import_error_is_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     core = tmp_path / "megatron/core"
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("raise ImportError('a module of ours is missing')\n")
@@ -186,7 +186,7 @@ def test_a_megatron_that_cannot_be_imported_is_a_sentence(tmp_path: Path, capsys
     assert len(said.splitlines()) == 1
 
 
-def test_ranks_that_say_nothing_are_ended(
+def test_unresponsive_ranks_are_terminated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     silent = tmp_path / "worker.py"
@@ -243,7 +243,7 @@ def plain_losses(weights: Weights, kind: str, number: int) -> list[tuple[Tensor,
 
 
 @pytest.mark.parametrize("kind", ["rows", "holes", "packed"])
-def test_the_reference_is_the_model_of_the_paper_document_by_document(kind: str) -> None:
+def test_the_reference_matches_the_papers_model_per_document(kind: str) -> None:
     weights = weights_of(TINY)
     plain = [plain_losses(weights, kind, number) for number in range(2)]
     total = sum((main / count + 0.05 * (one / n + two / m)) / 2 for (main, count), (one, n), (two, m) in plain)
@@ -256,7 +256,7 @@ def test_the_reference_is_the_model_of_the_paper_document_by_document(kind: str)
         torch.testing.assert_close(right.gradients[name], gradient, rtol=1e-9, atol=1e-12)
 
 
-def test_a_per_token_loss_weighs_microbatches_by_their_targets() -> None:
+def test_a_per_token_loss_weights_microbatches_by_target_count() -> None:
     weights = weights_of(TINY)
     plain = [plain_losses(weights, "holes", number) for number in range(2)]
     every = sum(main[1] for main, *_ in plain)
@@ -287,7 +287,7 @@ STEP_FLAGS = (
 ).split()
 
 
-def test_sizes_that_a_launch_line_leaves_out_are_megatrons() -> None:
+def test_omitted_sizes_have_megatrons_defaults() -> None:
     words = "--mtp-num-layers 5 --hidden-size 64 --num-attention-heads 8 --position-embedding-type rope"
     dropout = "--hidden-dropout 0 --attention-dropout 0"
     config = grads.described(f"{words} {dropout}".split()).config
@@ -362,7 +362,7 @@ def test_names_of_transformer_engine_are_those_of_local_modules() -> None:
         (None, ["--hidden-dropout", "0.1"], "dropout"),
     ],
 )
-def test_a_step_that_cannot_be_judged_is_refused_in_a_sentence(
+def test_a_step_that_cannot_be_judged_is_rejected(
     change: Callable[[dict[str, Tensor]], Any] | None,
     flags: list[str],
     sentence: str,
@@ -376,7 +376,7 @@ def test_a_step_that_cannot_be_judged_is_refused_in_a_sentence(
     assert len(said.splitlines()) == 1
 
 
-def test_a_step_of_other_weights_has_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_with_unexpected_weights_has_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def extended(tensors: dict[str, Tensor]) -> None:
         tensors |= {"weights.adapter": torch.ones(3), "gradients.adapter": torch.ones(3)}
 
@@ -388,7 +388,7 @@ def test_a_step_of_other_weights_has_no_verdict(tmp_path: Path, capsys: pytest.C
     assert "the weights are not those of the flags ('decoder.layers.4" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_script_is_named_and_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_must_exist_and_excludes_other_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, sentence in (
         (["--script", str(tmp_path / "none.py"), "--", *FLAGS], "none.py is not a file; give your training script"),
         (["--script", __file__, "--all", "--", *FLAGS], "leave out --grads, --attached and --all"),
@@ -398,7 +398,7 @@ def test_a_script_is_named_and_alone(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert sentence in capsys.readouterr().err
 
 
-def test_a_script_gets_tiny_sizes_and_no_layout() -> None:
+def test_a_script_gets_tiny_sizes_and_no_parallelism_flags() -> None:
     words = (
         "--num-layers 61 --num-experts 64 --moe-layer-freq ([0]*3+[1]*58) --mtp-num-layers 2 --lr 1 --swiglu".split()
     )
@@ -447,7 +447,7 @@ def judged(event: dict[str, Any], case: Case, tiny: Tiny = TINY) -> Verdict:
     return judge.with_causes([judge.verdict(case, event)])[0]
 
 
-def test_right_numbers_are_right_in_every_kind_of_batch(tmp_path: Path) -> None:
+def test_correct_numbers_pass_in_every_kind_of_batch(tmp_path: Path) -> None:
     weights = weights_of(TINY)
     for case in (
         Case(ONE, "holes", True),
@@ -479,7 +479,7 @@ def test_the_cause_of_wrong_numbers_is_named(tmp_path: Path, case: Case, rule: R
     assert words in verdict.cause.words
 
 
-def test_a_loss_that_is_not_made_is_named(tmp_path: Path, proof: Proof) -> None:
+def test_a_missing_mtp_loss_is_reported(tmp_path: Path, proof: Proof) -> None:
     case = Case(ONE, "unlabelled", False)
     event = told(tmp_path, case, weights_of(TINY), Rule(factor=0.0), step={"logged": []})
     verdict = judged(event, case)
@@ -495,7 +495,7 @@ def test_attached_layers_divide_a_per_token_loss_by_the_targets_of_the_main_loss
     assert judged(told(tmp_path, case, weights_of(TINY), PAPER), case, attached).status == WRONG
 
 
-def test_a_case_in_bf16_has_bounds_of_its_own_and_the_cause_of_float32(tmp_path: Path, proof: Proof) -> None:
+def test_a_bf16_case_has_its_own_bounds_and_the_float32_cause(tmp_path: Path, proof: Proof) -> None:
     weights, case = weights_of(TINY), Case(ONE, "holes", False)
     in_bf16 = replace(case, in_bf16=True)
     noise = torch.Generator().manual_seed(2)
@@ -521,20 +521,20 @@ def test_a_case_in_bf16_has_bounds_of_its_own_and_the_cause_of_float32(tmp_path:
     assert "In BF16 within 10% of the norm of a gradient" in said
 
 
-def test_numbers_of_no_known_cause_are_wrong_without_one(tmp_path: Path) -> None:
+def test_wrong_numbers_without_a_known_cause_name_none(tmp_path: Path) -> None:
     case = Case(ONE, "holes", False)
     rule = Rule(masks="late", tokens="early", factor=0.7)
     verdict = judged(told(tmp_path, case, weights_of(TINY), rule), case)
     assert (verdict.status, verdict.cause) == (WRONG, None)
 
 
-def test_copies_of_a_weight_that_differ_are_wrong(tmp_path: Path) -> None:
+def test_different_copies_of_a_weight_are_wrong(tmp_path: Path) -> None:
     case, name = Case(ONE, "rows", False), "embedding.word_embeddings.weight"
     verdict = judged(told(tmp_path, case, weights_of(TINY), PAPER, step={"apart": {name: 0.5}}), case)
     assert (verdict.status, verdict.worst) == (WRONG, (name, 0.5))
 
 
-def test_a_trunk_that_is_wrong_by_itself_is_no_verdict_on_mtp(tmp_path: Path) -> None:
+def test_a_wrong_trunk_gives_no_verdict_on_mtp(tmp_path: Path) -> None:
     case, weights = Case(ONE, "rows", False), weights_of(TINY)
     event = told(tmp_path, case, weights, PAPER)
     content = torch.load(event["file"], weights_only=True)
@@ -566,7 +566,7 @@ def test_a_model_that_the_equations_do_not_describe_is_compared_with_one_process
     assert "without MTP layers too" in judge.verdict(two, event).words
 
 
-def test_every_cause_has_numbers_of_its_own() -> None:
+def test_every_cause_changes_the_numbers_of_its_case() -> None:
     """No altered rule gives the paper's numbers in its own case; otherwise it would explain nothing."""
     case, weights = Case(CP, "padded", False), weights_of(TINY)
     model = Model(weights, TINY.config, TINY.model)
@@ -592,7 +592,7 @@ def test_a_hanging_rank_is_named_with_its_line(tmp_path: Path) -> None:
     )
 
 
-def test_a_refusal_of_megatron_is_no_fault_and_a_crash_is() -> None:
+def test_a_crash_is_wrong_but_a_megatron_error_is_not() -> None:
     case = Case(CP, "padded", False)
     failed = "rank 0: IndexError: list index out of range (multi_token_prediction.py:315)"
     refused = judged({"case": 0, "failed": "rank 1: ValueError: not with experts (moe.py:6)", "in": "step"}, case)
@@ -629,7 +629,7 @@ def test_a_wrong_case_is_reported_with_place_and_issue(proof: Proof, way: Callab
     assert not proof.is_right
 
 
-def test_the_text_has_a_line_for_what_was_not_tried(proof: Proof) -> None:
+def test_the_text_lists_cases_that_were_not_run(proof: Proof) -> None:
     lines = as_text(proof).splitlines()
     assert "right   1 process (masked rows)" in lines
     assert "not run EP 2: the flags have no experts" in lines

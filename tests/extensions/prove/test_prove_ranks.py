@@ -31,7 +31,7 @@ FLAGS = (
 
 
 @pytest.mark.matrix
-def test_what_is_wrong_in_megatron_is_found_and_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_only_known_megatron_bugs_are_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "prove.html"
     assert main(["--json", "--report", str(page), "--", *FLAGS.split()], "megatron-mtp prove") == 1
     cases = json.loads(capfd.readouterr().out)["cases"]
@@ -59,7 +59,7 @@ def test_a_planted_fault_is_found_and_named(mutant: Mutant) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("more", ["", "--calculate-per-token-loss"])
 @pytest.mark.parametrize("cure", CURES, ids=lambda cure: cure.name)
-def test_a_corrected_megatron_is_right(cure: Mutant, more: str) -> None:
+def test_a_corrected_megatron_passes(cure: Mutant, more: str) -> None:
     assert {verdict.status for verdict in proof_of(replace(cure, more=more)).verdicts} == {RIGHT}
 
 
@@ -75,7 +75,7 @@ ATTACHED = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ATTACHED)
-def test_attached_layers_are_right_in_every_case(kind: str) -> None:
+def test_attached_layers_pass_every_case(kind: str) -> None:
     words = f"--num-layers 61 --num-attention-heads 128 --mtp-num-layers 2 {ATTACHED[kind]}"
     tiny = replace(shrink(words.split()), attached=True)
     verdicts = prove(tiny, *cases_of(tiny, everything=True), megatron=None, seconds=60).verdicts
@@ -86,7 +86,7 @@ def test_attached_layers_are_right_in_every_case(kind: str) -> None:
 
 
 @pytest.mark.matrix
-def test_a_hybrid_is_right_by_one_process_where_a_gpt_is() -> None:
+def test_a_hybrid_passes_where_it_matches_one_process() -> None:
     words = "--hybrid-layer-pattern MEM*EME/*E --num-experts 64 --position-embedding-type none --normalization RMSNorm"
     sizes = " ".join(
         f"--{name}-parallel-size 2" for name in ("tensor-model", "pipeline-model", "expert-model", "context")
@@ -198,7 +198,7 @@ def test_two_steps_of_a_training_script_are_judged(status: int, capfd: pytest.Ca
         ("print('no training')", "has taken no step of a GPTModel with MTP layers"),
     ],
 )
-def test_a_script_that_does_not_train_is_a_sentence(
+def test_a_script_that_does_not_train_gives_a_clear_error(
     text: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "train.py"
@@ -224,7 +224,7 @@ ALONE = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ALONE)
-def test_torch_and_megatron_core_are_all_that_it_needs(kind: str, tmp_path: Path) -> None:
+def test_prove_needs_only_torch_and_megatron_core(kind: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nfor name in {HIDDEN}:\n    sys.modules[name] = None\n")
     command = [sys.executable, "-m", "megatron_mtp", "prove", "--json", "--", *ALONE[kind]]
     path = os.pathsep.join(map(str, (tmp_path, ROOT)))
@@ -236,7 +236,7 @@ def test_torch_and_megatron_core_are_all_that_it_needs(kind: str, tmp_path: Path
 
 
 @pytest.mark.matrix
-def test_the_mixer_of_hybrids_computes_what_the_one_of_this_package_does() -> None:
+def test_the_hybrid_mixer_matches_the_mixer_of_this_package() -> None:
     from megatron_mtp.model import recurrent
 
     sizes = SimpleNamespace(

@@ -12,7 +12,7 @@ WORKER = Path(__file__).parent / "killed_reports.py"
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.matrix)])
-def test_a_killed_report_leaves_no_half_of_a_page(kills: int, tmp_path: Path) -> None:
+def test_a_killed_report_leaves_no_partial_page(kills: int, tmp_path: Path) -> None:
     """There are few calls that change files, and a third of all kills should hit each."""
     losses = ({"iteration": step, "split": "training", "lm loss": 1 / step} for step in range(1, 400))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in losses))

@@ -135,7 +135,7 @@ def test_a_run_has_its_charts_its_table_and_its_drafts(tmp_path: Path, capsys: p
     assert sorted(path.name for path in folder.iterdir()) == ["drafts.json", "metrics.jsonl", "report.html"]
 
 
-def test_several_runs_have_a_chart_a_figure(tmp_path: Path) -> None:
+def test_several_runs_share_one_chart_per_metric(tmp_path: Path) -> None:
     folders = [a_run(tmp_path / "one"), a_run(tmp_path / "two", depths=3, offset=1.0)]
     assert report(*folders, folders[0], "--output", tmp_path / "both.html") == 0
     made = Page((tmp_path / "both.html").read_text())
@@ -155,7 +155,7 @@ def test_several_runs_have_a_chart_a_figure(tmp_path: Path) -> None:
     assert f"{folders[0]}, {folders[1]} - megatron-mtp" in made.words
 
 
-def test_a_headline_says_what_came_of_a_run(tmp_path: Path) -> None:
+def test_a_headline_summarizes_a_run(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run")
     made = Page(page(read_runs([folder])))
     said = "step 50, validation: trunk loss 2.500; acceptance 75.0 %, 56.2 % by depth; 2.31 tokens expected per forward"
@@ -169,7 +169,7 @@ def test_a_headline_says_what_came_of_a_run(tmp_path: Path) -> None:
     assert "No drafts were recorded." not in several
 
 
-def test_axes_have_titles_and_charts_of_a_kind_equal_ranges(tmp_path: Path) -> None:
+def test_axes_have_titles_and_similar_charts_share_ranges(tmp_path: Path) -> None:
     runs = read_runs([a_run(tmp_path / "one"), a_run(tmp_path / "two", offset=1.0)])
     drawn = {title: figure.to_dict()["layout"] for _, title, figure in drawn_charts(runs)}
     assert {str(one["xaxis"]) for one in drawn.values()} == {str(drawn["Loss: trunk"]["xaxis"])}
@@ -190,7 +190,7 @@ def test_evaluations_on_several_sets_are_told_apart(tmp_path: Path) -> None:
     assert lines == {"trunk (training)": {7: 1.5}, "trunk, code": {7: 1.25}, "trunk, prose": {7: 1.75}}
 
 
-def test_no_text_of_a_user_is_taken_for_html(tmp_path: Path) -> None:
+def test_user_text_is_never_interpreted_as_html(tmp_path: Path) -> None:
     """Names of runs and metrics, commands, settings, prompts and draft tokens."""
     folder = a_run(tmp_path / "run" / EVIL, drafted=True, data_path=[EVIL])
     with open(folder / "metrics.jsonl", "a") as file:
@@ -206,7 +206,7 @@ def test_no_text_of_a_user_is_taken_for_html(tmp_path: Path) -> None:
         assert not any("<" in name for name in names)  # plotly draws some tags
 
 
-def test_the_page_asks_for_nothing_and_can_be_read_aloud(tmp_path: Path) -> None:
+def test_the_page_loads_no_resources_and_is_accessible(tmp_path: Path) -> None:
     text = page(read_runs([a_run(tmp_path / "run", drafted=True, lr=1)]))
     made = Page(text)
     assert not any(name in ("src", "href") or name.startswith("on") for _, have in made.tags for name in have)
@@ -218,7 +218,7 @@ def test_the_page_asks_for_nothing_and_can_be_read_aloud(tmp_path: Path) -> None
     assert all(one["aria-label"] for _, one in made.tags if "tabindex" in one)
 
 
-def test_how_runs_were_started_and_where_they_differ(tmp_path: Path) -> None:
+def test_the_page_shows_how_runs_were_started_and_differ(tmp_path: Path) -> None:
     one = a_run(tmp_path / "one", odd=1, lr=1e-3)
     other = a_run(tmp_path / "other", odd=2, lr=2e-3, rank=3, more=[1, 2])
     made = Page(page(read_runs([one, other, a_run(tmp_path / "old")])))
@@ -266,7 +266,7 @@ def _contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_lines_and_words_are_seen_on_light_and_dark_paper() -> None:
+def test_colors_have_enough_contrast_in_light_and_dark_mode() -> None:
     """WCAG requires contrasts of 3 for graphics and 4.5 for text."""
     schemes = [dict(re.findall(r"--(\w+): (#\w+)", part)) for part in STYLE.split("prefers-color-scheme: dark")]
     assert len(schemes) == 2
@@ -296,7 +296,7 @@ def test_damaged_drafts_are_named(broken: Any, tmp_path: Path, capsys: pytest.Ca
     assert f"{folder}/drafts.json is damaged" in _one_sentence(capsys)
 
 
-def test_folders_that_are_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_without_valid_metrics_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damaged = a_run(tmp_path / "damaged")
     (damaged / "metrics.jsonl").write_text("[1]")
     (tmp_path / "empty").mkdir()
@@ -313,7 +313,7 @@ def test_folders_that_are_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "empty; give a path" in _one_sentence(capsys)
 
 
-def test_an_output_that_cannot_be_written_leaves_the_old_one(
+def test_a_failed_write_keeps_the_old_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = a_run(tmp_path / "run")
@@ -333,7 +333,7 @@ def test_an_output_that_cannot_be_written_leaves_the_old_one(
 
 
 @pytest.mark.parametrize("package", ["plotly", "pydantic"])
-def test_without_a_package_one_sentence_names_the_extra(
+def test_a_missing_package_error_names_the_extra(
     package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.startswith(("plotly", "megatron_mtp.extensions.report."))]:

@@ -56,7 +56,7 @@ def show(browser: Browser, page: Path, width: int = 1200, scheme: str = "light")
     browser.open(page)
 
 
-def test_the_page_is_drawn_without_complaints_and_without_a_network(browser: Browser, page: Path) -> None:
+def test_the_page_renders_without_errors_or_network_requests(browser: Browser, page: Path) -> None:
     show(browser, page)
     assert browser.complaints() == []
     assert browser.requests() == [page.as_uri()]
@@ -85,7 +85,7 @@ def test_the_page_is_readable_at_any_width(browser: Browser, page: Path, width: 
     assert browser.evaluate(f"{drawn}.every(a => a.left >= 0 && a.right <= {width})") is True
 
 
-def test_the_check_sees_words_beyond_the_page(browser: Browser, page: Path) -> None:
+def test_the_check_detects_text_wider_than_the_page(browser: Browser, page: Path) -> None:
     show(browser, page, 400)
     browser.evaluate("document.querySelector('h1').style.whiteSpace = 'nowrap'")
     assert browser.evaluate("document.documentElement.scrollWidth") > 400
@@ -99,7 +99,7 @@ def test_the_switch_makes_axes_logarithmic(browser: Browser, page: Path) -> None
     assert browser.evaluate(kinds) == ["log"] * 2 + ["linear"] * 3 + ["log", "linear"]
 
 
-def test_light_and_dark_have_colors_of_their_own(browser: Browser, page: Path) -> None:
+def test_light_and_dark_mode_have_different_colors(browser: Browser, page: Path) -> None:
     seen = []
     for scheme in ("light", "dark"):
         show(browser, page, scheme=scheme)
@@ -108,7 +108,7 @@ def test_light_and_dark_have_colors_of_their_own(browser: Browser, page: Path) -
     assert seen == [("rgb(252, 252, 250)", "rgb(28, 28, 26)"), ("rgb(25, 25, 24)", "rgb(236, 235, 230)")]
 
 
-def test_the_check_sees_a_page_that_complains_and_asks(browser: Browser, tmp_path: Path) -> None:
+def test_the_check_detects_console_errors_and_requests(browser: Browser, tmp_path: Path) -> None:
     (tmp_path / "bad.html").write_text("<script>console.error('planted')</script><img src='absent.png'>")
     browser.open(tmp_path / "bad.html")
     assert len(browser.complaints()) == 2

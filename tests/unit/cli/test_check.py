@@ -122,7 +122,7 @@ def test_a_server_is_asked_what_it_accepts(
         (["--server", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9 for the list of models"),
     ],
 )
-def test_bad_input_is_one_sentence(flags: list[str], says: str, folder: Path, check: Run) -> None:
+def test_bad_input_is_rejected_with_a_clear_error(flags: list[str], says: str, folder: Path, check: Run) -> None:
     record(folder, 0.5, 0.2)
     status, shown, said = check(*flags)
     assert (status, shown, said.count("\n")) == (2, "", 1)

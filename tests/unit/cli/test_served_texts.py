@@ -177,7 +177,9 @@ def test_answers_of_another_kind_are_refused(
         (["--server", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9 for the list of models ("),
     ],
 )
-def test_bad_input_is_one_sentence(flags: list[str], says: str, sample: Callable[..., tuple[int, str, str]]) -> None:
+def test_bad_input_is_rejected_with_a_clear_error(
+    flags: list[str], says: str, sample: Callable[..., tuple[int, str, str]]
+) -> None:
     status, _, said = sample(*flags)
     assert (status, said.count("\n")) == (2, 1)
     assert says in said

@@ -254,7 +254,9 @@ def test_a_dry_run_writes_nothing(sample: Callable[..., tuple[int, str, str]], t
         (["--texts", 2, "--speculative-config", '{"method": "mtp"}'], "has no MTP weights"),
     ],
 )
-def test_bad_input_is_one_sentence(flags: list[object], says: str, sample: Callable[..., tuple[int, str, str]]) -> None:
+def test_bad_input_is_rejected_with_a_clear_error(
+    flags: list[object], says: str, sample: Callable[..., tuple[int, str, str]]
+) -> None:
     status, shown, said = sample(*flags)
     assert (status, shown) == (2, "")
     assert says in said

@@ -176,7 +176,7 @@ class Overheard:
 @pytest.mark.parametrize(
     ("dtype", "allowed"), [(torch.float64, 1e-12), pytest.param(torch.float32, 1e-4, marks=pytest.mark.matrix)]
 )
-def test_neighbors_change_nothing(
+def test_other_sequences_of_a_batch_do_not_change_the_result(
     name: str, dtype: torch.dtype, allowed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """INV: drafts and logits of a sequence alone and in a batch whose other drafts are accepted differently.

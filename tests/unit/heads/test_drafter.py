@@ -124,7 +124,7 @@ def run(
         *(("domino", None), ("peagle", DRAFTED)),
     ],
 )
-def test_both_learn_what_each_learns_alone(kind: str, drafted: list[int] | None, freezes: bool) -> None:
+def test_mtp_layers_and_a_drafter_train_as_each_does_alone(kind: str, drafted: list[int] | None, freezes: bool) -> None:
     both, mtp, single = models(kind, drafted, freezes)
     of_mtp = objective(OF_MTP, DEPTHS, LAMBDA, not freezes)
     of_drafter = objective(settings_of(kind), STEPS, 1.0, False)

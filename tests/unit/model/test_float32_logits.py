@@ -47,7 +47,7 @@ def test_tf32_is_off_inside_and_back_on_afterwards(
 HEAD = "from collections.abc import Iterator\nfrom contextlib import contextmanager\n"
 
 
-def test_the_variable_of_nvidias_images_does_not_win() -> None:
+def test_the_tf32_variable_of_nvidias_images_has_no_effect_inside() -> None:
     code = f"import torch\n{getsource(settings)}\n{HEAD}{getsource(prompt.exact_float32)}\nprint(settings())\n"
     code += "with exact_float32():\n    print(settings())\nprint(settings())"
     environment = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}

@@ -155,7 +155,7 @@ def test_a_draft_vocabulary_works_as_on_a_gpt() -> None:
 
 
 @pytest.mark.parametrize("pattern", [None, "M*-"])
-def test_megatrons_own_mamba_layers_are_told_the_documents(
+def test_megatrons_own_mamba_layers_get_the_document_indices(
     pattern: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forward_step, "get_args", lambda: Namespace(hybrid_layer_pattern=pattern))

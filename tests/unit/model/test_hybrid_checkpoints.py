@@ -75,7 +75,7 @@ def trunk(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (None, "holds a hybrid model; give its --hybrid-layer-pattern 'M-*-/*-/*-'"),
     ],
 )
-def test_a_hybrid_is_loaded_into_the_same_layers_alone(
+def test_a_hybrid_checkpoint_requires_the_same_layers(
     pattern: str | None, says: str, hybrid: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = DEPTHS if pattern is None else f"{PATTERN} {pattern}"
@@ -89,7 +89,7 @@ def test_a_drafter_takes_the_place_of_a_hybrids_mtp_layers(hybrid: Path, monkeyp
 
 
 @pytest.mark.parametrize("pattern", ["*-*-/*-", "*-*-"])
-def test_a_gpt_with_depths_is_converted_before_it_is_loaded_into_a_pattern(
+def test_a_gpt_with_mtp_layers_must_be_converted_to_a_hybrid(
     pattern: str, gpt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refusal(f"{ROPE} {MOCK} {PATTERN} {pattern} --load {gpt}", monkeypatch, capsys)
@@ -137,7 +137,7 @@ def test_a_hybrid_without_depths_gets_them_by_mtp_init(
         ("hybrid", 2, None),
     ],
 )
-def test_another_number_of_depths_than_the_checkpoints_is_never_overlooked(
+def test_a_different_number_of_mtp_layers_is_always_detected(
     checkpoint: str,
     depths: int,
     says: str | None,
@@ -155,7 +155,7 @@ def test_another_number_of_depths_than_the_checkpoints_is_never_overlooked(
             parsed_run(flags, monkeypatch)
 
 
-def test_more_depths_than_the_checkpoints_come_by_mtp_init(gpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_additional_mtp_layers_are_initialized_by_mtp_init(gpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{RUN} {MOCK} --use-checkpoint-args --load {gpt} --mtp-num-layers 3 --mtp-init random"
     args, config = parsed_run(flags, monkeypatch)
     assert (args.mtp_num_layers, config.absent) == (3, {"mtp": (1, 2)})
@@ -175,7 +175,7 @@ def test_a_plan_to_load_changes_no_argument(trunk: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("init", ["random", "last-layer"])
-def test_attached_depths_are_in_the_pattern_too(init: str, hybrid: Path, tmp_path: Path) -> None:
+def test_attached_mtp_layers_are_added_to_the_pattern(init: str, hybrid: Path, tmp_path: Path) -> None:
     """An MTP layer is the trunk's last attention and its last MLP, whose weights `last-layer` copies."""
     none, new = tmp_path / "none", tmp_path / "new"
     assert cli.main(["convert", "drop-mtp", str(hybrid), str(none)]) == 0
@@ -195,7 +195,7 @@ def test_attached_depths_are_in_the_pattern_too(init: str, hybrid: Path, tmp_pat
     load_model(new)
 
 
-def test_dropped_depths_leave_the_pattern_too(hybrid: Path, tmp_path: Path) -> None:
+def test_dropped_mtp_layers_are_removed_from_the_pattern(hybrid: Path, tmp_path: Path) -> None:
     assert cli.main(["convert", "drop-mtp", str(hybrid), str(tmp_path / "one"), "--keep", "1"]) == 0
     args = DistReader(tmp_path / "one").common()["args"]
     assert (args.hybrid_layer_pattern, args.mtp_num_layers) == ("M-*-/*-", 1)

@@ -72,7 +72,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
-def test_random_is_what_megatron_gives_a_new_model(kind: dict[str, Any]) -> None:
+def test_random_initialization_matches_megatrons_distribution(kind: dict[str, Any]) -> None:
     """Norms and biases are equal; matrices have the same mean and standard deviation."""
     model, new = our_model(2, **kind), built(2, **kind)
     filled = fill_absent_layers(without_layer(model, 1), model.state_dict(), model.mtp, (1,), "random", 7)
@@ -107,7 +107,7 @@ def built(depths: int, **kind: Any) -> GPTModel:
         return our_model(depths, **kind)
 
 
-def test_random_goes_by_seed_and_layer() -> None:
+def test_random_weights_depend_on_seed_and_layer() -> None:
     weights, key = RandomWeights(7, 0.02, 4), "mtp.layers.0.eh_proj.weight"
     drawn = weights.draw(key, (6, 12))
     assert drawn is not None
@@ -129,7 +129,7 @@ def test_random_does_not_depend_on_how_a_tensor_is_cut(key: str, shape: tuple[in
         assert torch.equal(weights.draw(key, shape, part), whole[part])  # type: ignore[arg-type]
 
 
-def test_random_has_no_rule_for_what_it_does_not_know(model: GPTModel) -> None:
+def test_random_initialization_rejects_unknown_parameters(model: GPTModel) -> None:
     """A run reports it before it starts, as attach-mtp does."""
     assert RandomWeights(7, 0.02, 4).draw("mtp.layers.0.transformer_layer.self_attention.decay", (4,)) is None
     model.mtp.layers[0].decay = torch.nn.Parameter(torch.ones(4))
@@ -231,7 +231,7 @@ BEGUN: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", BEGUN)
-def test_every_kind_of_head_begins_from_a_trunk_alone(kind: str, megatron: None) -> None:
+def test_every_kind_of_head_can_start_from_a_trunk_checkpoint(kind: str, megatron: None) -> None:
     """Loading fills each weight by name, whatever a rank initialized; otherwise it would depend on the layout."""
     made, found = BEGUN[kind](), []
     trunk = {name: value for name, value in made.state_dict().items() if not name.startswith("mtp.")}

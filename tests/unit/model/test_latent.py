@@ -28,7 +28,7 @@ def test_queries_without_a_rank_are_computed_as_transformers_computes_them(tmp_p
 
 @pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize(("epsilon", "inside"), [(1e-6, {1e-6}), (1e-5, {1e-5, 1e-6})])
-def test_an_epsilon_that_transformers_does_not_read_is_told_both_ways(
+def test_an_epsilon_ignored_by_transformers_is_noted_both_ways(
     epsilon: float, inside: set[float], tmp_path: Path
 ) -> None:
     source = make(tmp_path / "source", "deepseek_v3", 1, changes={"rms_norm_eps": epsilon})

@@ -132,12 +132,12 @@ def differs(cut: Cut, parts_of: Callable[[Cut, slice, list[Tensor], Tensor], Par
 
 @hypothesis.given(cut=CUTS)
 @hypothesis.settings(max_examples=80, deadline=None, derandomize=True)
-def test_the_gradient_of_a_global_batch_does_not_depend_on_its_cut(cut: Cut) -> None:
+def test_global_batch_gradients_do_not_depend_on_the_microbatches(cut: Cut) -> None:
     assert not differs(cut, ours)
 
 
 @pytest.mark.matrix
-def test_with_megatrons_own_depths_it_depends_on_it() -> None:
+def test_megatrons_own_mtp_gradients_depend_on_the_microbatches() -> None:
     """Megatron-core 0.19.2 divides by each microbatch's own count; without this test, the property might hold
     trivially.
     """

@@ -63,7 +63,7 @@ def test_a_depth_drafts_for_every_request_by_itself() -> None:
 
 @pytest.mark.parametrize("changes", [{}, MOE, LATENT], ids=["dense", "experts", "latent"])
 @torch.no_grad()
-def test_neighbors_change_nothing(changes: dict[str, Any]) -> None:
+def test_other_sequences_of_a_batch_do_not_change_the_result(changes: dict[str, Any]) -> None:
     model = our_model(1, **changes).eval()
     states_NBH, tokens_BN, positions_BN = requests(4)
     together = model.mtp.layers[0].forward_single_position(states_NBH, tokens_BN, positions_BN, model.embedding)
@@ -106,7 +106,7 @@ def controller(model: GPTModel, states_SBH: Tensor, tokens: list[int], last: lis
 
 @pytest.mark.parametrize("repeated", [False, True])
 @torch.no_grad()
-def test_megatrons_controller_drafts_each_from_the_state_and_the_draft_before(repeated: bool) -> None:
+def test_megatrons_controller_drafts_from_the_previous_state_and_draft(repeated: bool) -> None:
     """Megatron's own code: base token and state in, drafts out, compared with isolated plain layers."""
     model = our_model(2, mtp_use_repeated_layer=repeated).eval()
     states_SBH, tokens, last = torch.randn(9, 1, WIDTH), [2, 4], [5, 2]

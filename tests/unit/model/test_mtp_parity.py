@@ -277,7 +277,7 @@ PATHS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
-def test_rows_that_pad_the_vocabulary_take_no_part_in_any_loss(path: dict[str, Any]) -> None:
+def test_vocabulary_padding_does_not_affect_any_loss(path: dict[str, Any]) -> None:
     """Regression: padding rows took part in the softmax of trunk and MTP layers, so losses depended on their number and
     on TP.
     """
@@ -298,7 +298,7 @@ def test_rows_that_pad_the_vocabulary_take_no_part_in_any_loss(path: dict[str, A
         assert not gradients(model)[name][TOKENS:].any()
 
 
-def test_without_an_objective_padding_takes_no_part_either() -> None:
+def test_vocabulary_padding_does_not_affect_a_plain_gpt_loss() -> None:
     whole = make_batch(0, tokens=TOKENS)
     arguments = whole["tokens"], whole["position_ids"], whole["attention_mask"]
     model = our_model(None, tokens=TOKENS)
@@ -309,7 +309,7 @@ def test_without_an_objective_padding_takes_no_part_either() -> None:
 # --- routers skip slots that were shifted in --------------------------------------------------------------------------
 
 
-def test_routers_of_a_depth_are_told_which_positions_were_shifted_in() -> None:
+def test_the_routers_of_an_mtp_layer_get_a_mask_of_shifted_positions() -> None:
     model = our_model(2, **MOE)
     masks_BS: list[Tensor] = []
     for layer in model.mtp.layers:
@@ -319,7 +319,7 @@ def test_routers_of_a_depth_are_told_which_positions_were_shifted_in() -> None:
         assert mask_BS.tolist() == [[False] * (LENGTH - depth) + [True] * depth] * ROWS
 
 
-def test_a_router_loss_does_not_see_what_was_shifted_in() -> None:
+def test_a_router_loss_ignores_shifted_in_positions() -> None:
     """Depth 1 ends one slot early: the router's gradient of only its balancing loss is zero at the last slot."""
     model = our_model(1, **{**MOE, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0})
     router = model.mtp.layers[0].tf_layer.mlp.router
@@ -337,7 +337,7 @@ def test_a_router_loss_does_not_see_what_was_shifted_in() -> None:
     assert seen_S.tolist() == [True] * (LENGTH - 1) + [False]
 
 
-def test_expert_bias_counts_no_position_that_was_shifted_in() -> None:
+def test_expert_bias_ignores_shifted_in_positions() -> None:
     model = our_model(2, **{**MOE, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"})
     forward_ours(model, make_batch(2))
     counts = [layer.tf_layer.mlp.router.local_tokens_per_expert.sum() for layer in model.mtp.layers]

@@ -45,7 +45,7 @@ def test_a_zero_centered_norm_starts_as_the_identity_on_normed_values() -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_weights_say_whether_their_gradients_are_parts(sequence_parallel: bool) -> None:
+def test_norm_weights_record_whether_they_are_sequence_parallel(sequence_parallel: bool) -> None:
     config = transformer_config(1, tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
     assert [parameter.sequence_parallel for parameter in PortableNorm(config, 4).parameters()] == [sequence_parallel]
 

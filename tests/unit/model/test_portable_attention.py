@@ -66,12 +66,12 @@ def causal(queries: int, keys: int) -> Tensor:
 
 
 @pytest.mark.parametrize("value_channels", [CHANNELS, 5], ids=["equal", "fewer value channels"])
-def test_causal(value_channels: int) -> None:
+def test_causal_attention_matches_a_plain_implementation(value_channels: int) -> None:
     inputs = tensors(LENGTH, ROWS, value_channels=value_channels)
     assert_same(attention()(*inputs, None), plain(*inputs, causal(LENGTH, LENGTH)), inputs)
 
 
-def test_queries_at_the_end_of_more_keys() -> None:
+def test_queries_may_be_the_last_of_a_longer_row_of_keys() -> None:
     inputs = tensors(3, ROWS, keys=LENGTH)
     assert_same(attention()(*inputs, None), plain(*inputs, causal(3, LENGTH)), inputs)
 
@@ -90,7 +90,7 @@ def test_a_mask_of_its_own_for_every_row() -> None:
 
 
 @pytest.mark.parametrize("window", [(3, 0), (-1, 0), (2, 1)])
-def test_a_sliding_window(window: tuple[int, int]) -> None:
+def test_a_sliding_window_limits_the_visible_positions(window: tuple[int, int]) -> None:
     inputs = tensors(LENGTH, ROWS)
     slot = torch.arange(LENGTH, device="cuda")
     ahead = slot[None, :] - slot[:, None]
@@ -121,7 +121,7 @@ def test_float32_is_that_of_megatrons_own() -> None:
     torch.testing.assert_close(attention()(*inputs, None), theirs(*inputs, None), rtol=1e-5, atol=1e-6)
 
 
-def test_dropout_is_in_training_alone_and_from_the_generator_of_heads() -> None:
+def test_dropout_is_only_in_training_with_its_own_generator() -> None:
     core, inputs = attention(attention_dropout=0.5), tensors(LENGTH, ROWS)
     outside = torch.cuda.get_rng_state()
     dropped = core(*inputs, None)
@@ -152,7 +152,7 @@ def with_a_sink(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, offs
 
 @pytest.mark.parametrize("changes", [{}, {"window_size": (3, 0)}])
 @pytest.mark.parametrize("kind", ["learnable", "off-by-one"])
-def test_a_sink_takes_its_part_of_every_softmax(kind: str, changes: dict[str, Any]) -> None:
+def test_a_sink_is_part_of_every_softmax(kind: str, changes: dict[str, Any]) -> None:
     config = transformer_config(1, softmax_type=kind, **changes)
     ours = SinkAttention(config, 1, AttnMaskType.causal, "self").double()
     inputs = tensors(LENGTH, ROWS)

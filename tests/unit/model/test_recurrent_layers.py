@@ -139,7 +139,7 @@ def test_strong_decays_over_long_chunks_have_finite_gradients(rule: str) -> None
 
 
 @pytest.mark.parametrize("length", [2, 9])
-def test_the_convolution_is_torchs_where_there_is_one_document(length: int) -> None:
+def test_the_convolution_of_one_document_matches_torch(length: int) -> None:
     x, weight, bias = (draw(*shape, seed=1).requires_grad_() for shape in ((ROWS, length, 6), (6, 4), (6,)))
     expected = conv1d(pad(x.transpose(1, 2), (3, 0)), weight.unsqueeze(1), bias, groups=6).transpose(1, 2)
     assert_same(causal_convolution(x, weight, bias, documents_of(None, x)), expected, [x, weight, bias])
@@ -191,7 +191,7 @@ MODULES: dict[str, Callable[[], torch.nn.Module]] = {"mamba": mamba, "delta": de
 
 @pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES.keys())
-def test_a_packed_row_is_its_documents_one_by_one(make: Callable[[], torch.nn.Module], padded: bool) -> None:
+def test_a_packed_row_matches_its_separate_documents(make: Callable[[], torch.nn.Module], padded: bool) -> None:
     """Padding belongs to the preceding document."""
     layer, hidden_SBH = make(), draw(150, 1, 32, seed=3).float()
     held = torch.tensor([0, 4, 5, 80, 150], dtype=torch.int32).cuda()
@@ -202,13 +202,13 @@ def test_a_packed_row_is_its_documents_one_by_one(make: Callable[[], torch.nn.Mo
 
 
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES.keys())
-def test_a_cache_is_refused_in_one_sentence(make: Callable[[], torch.nn.Module]) -> None:
+def test_an_inference_cache_is_rejected_with_a_clear_error(make: Callable[[], torch.nn.Module]) -> None:
     layer, arguments = make(), {"hidden_states": draw(4, 1, 32, seed=3).float(), "inference_context": object()}
     with pytest.raises(ValueError, match="decode with a cache; train and evaluate with"):
         layer(**arguments) if isinstance(layer, PortableMamba) else layer(**arguments, attention_mask=None)
 
 
-def test_mamba_is_that_of_transformers() -> None:
+def test_mamba_matches_transformers() -> None:
     """NemotronH has a lower limit for dt, which Megatron's own layer has not: it is 0 here."""
     config = NemotronHConfig(
         vocab_size=32, hidden_size=32, mamba_num_heads=8, mamba_head_dim=4, n_groups=2, ssm_state_size=6, conv_kernel=4,
@@ -222,7 +222,7 @@ def test_mamba_is_that_of_transformers() -> None:
     assert relative_difference(run(ours, hidden_BSH.transpose(0, 1)).transpose(0, 1), expected_BSH) <= TOLERANCE
 
 
-def test_gated_delta_net_is_that_of_transformers() -> None:
+def test_gated_delta_net_matches_transformers() -> None:
     """Qwen3-Next stores its projections by key head, Megatron one after another."""
     config = Qwen3NextConfig(
         vocab_size=32, hidden_size=32, num_hidden_layers=1, linear_num_key_heads=2, linear_num_value_heads=4,

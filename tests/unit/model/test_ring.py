@@ -52,7 +52,7 @@ def gradients(part: Callable[..., ring.Part], given: Inputs, *others: Any) -> tu
 
 
 @pytest.mark.parametrize("window", [None, (2, 0), (3, -1), (1, 1)])
-def test_tiles_make_one_softmax_and_its_gradients(window: tuple[int, int] | None) -> None:
+def test_tiled_attention_matches_one_softmax_and_its_gradients(window: tuple[int, int] | None) -> None:
     found = gradients(ring.ring_attention, inputs(), reach(window), SCALE)
     expected = gradients(at_once, inputs(), reach(window))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -84,7 +84,7 @@ def test_half_precision_is_summed_up_in_float32() -> None:
         assert (mine.double() - reference).abs().max() < 0.02 * reference.abs().max()
 
 
-def test_a_rank_keeps_its_own_keys_alone_for_the_backward_pass() -> None:
+def test_a_rank_saves_only_its_own_keys_for_the_backward_pass() -> None:
     """And no scores, of which there are queries times keys."""
     kept, given = list[int](), inputs()
 

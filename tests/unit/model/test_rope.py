@@ -20,7 +20,7 @@ POSITIONS = [0, 1, 2, 9, 3, 4, 39]
     ],
     ids=["rope", "yarn"],
 )
-def test_rows_stand_at_the_positions_while_it_lasts(make: Callable[[], torch.nn.Module]) -> None:
+def test_rotary_rows_use_the_given_positions_inside_the_context(make: Callable[[], torch.nn.Module]) -> None:
     rotary = make()
     layer = torch.nn.ModuleList([rotary])
     whole = rotary(40)

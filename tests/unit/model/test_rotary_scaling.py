@@ -107,7 +107,7 @@ def checkpoint(folder: Path, setting: str) -> Path:
 
 @pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize("setting", tiered(SETTINGS, list(SETTINGS)[1::2]))
-def test_drafting_turns_by_the_angles_of_training(setting: str, tmp_path: Path) -> None:
+def test_drafting_uses_the_rotary_angles_of_training(setting: str, tmp_path: Path) -> None:
     tokens_BS = torch.randint(0, 100, (1, SETTINGS[setting]), generator=torch.Generator().manual_seed(3))
     folder = checkpoint(tmp_path / "set", setting)
     trained, drafted = (

@@ -42,7 +42,7 @@ def plain(query: Tensor, passes: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 @pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize("has_mask", [False, True])
-def test_a_pass_sees_pass_1_up_to_its_position_and_its_own_chain(has_mask: bool) -> None:
+def test_a_pass_attends_to_pass_1_up_to_its_position_and_its_chain(has_mask: bool) -> None:
     layer = SharingAttention(transformer_config(1), 1, AttnMaskType.causal, "self")
     mask = torch.ones(1, 1, LENGTH, LENGTH).tril().logical_not() if has_mask else None
     generator, passes = torch.Generator().manual_seed(3), []
@@ -66,7 +66,7 @@ def test_a_pass_sees_pass_1_up_to_its_position_and_its_own_chain(has_mask: bool)
 
 
 @pytest.mark.usefixtures("megatron")
-def test_a_rank_that_has_other_positions_sees_what_is_before_them() -> None:
+def test_a_context_parallel_rank_attends_to_all_earlier_positions() -> None:
     """Context parallelism: a rank has positions 0 1 4 5, and the keys of all six."""
     layer, own = SharingAttention(transformer_config(1), 1, AttnMaskType.causal, "self"), torch.tensor([0, 1, 4, 5])
     generator = torch.Generator().manual_seed(4)
@@ -78,7 +78,7 @@ def test_a_rank_that_has_other_positions_sees_what_is_before_them() -> None:
 
 
 @pytest.mark.usefixtures("megatron")
-def test_scores_of_a_chain_are_not_rounded_to_half_precision() -> None:
+def test_chain_scores_are_not_rounded_to_half_precision() -> None:
     """Rounded to bfloat16, they would increase the error of the weights tenfold."""
     layer, generator = SharingAttention(transformer_config(1), 1, AttnMaskType.causal, "self"), torch.Generator()
     generator.manual_seed(5)
@@ -97,7 +97,7 @@ def test_scores_of_a_chain_are_not_rounded_to_half_precision() -> None:
 
 
 @pytest.mark.usefixtures("megatron")
-def test_a_model_whose_passes_share_drafts_with_mtp_eagle_and_not_as_depths_of_their_own() -> None:
+def test_a_model_with_shared_kv_drafts_with_mtp_eagle_only() -> None:
     runner = runner_of("shared")
     assert make_method(runner, config_from({"method": "mtp_eagle"}), Sampling()).count == 3
     with pytest.raises(ValueError, match=r"'mtp' drafts at most 1 .*; give at most 1, .* mtp_eagle"):
@@ -105,7 +105,7 @@ def test_a_model_whose_passes_share_drafts_with_mtp_eagle_and_not_as_depths_of_t
 
 
 @pytest.mark.usefixtures("megatron")
-def test_attention_that_cannot_share_is_refused_and_not_run_without() -> None:
+def test_attention_that_cannot_share_keys_is_rejected() -> None:
     model = model_of("shared")
     model.mtp._sharing = []  # as with Transformer Engine, whose attention is not ours
     with pytest.raises(ValueError, match="--mtp-repeated-layer-shares-kv, which Transformer Engine's"):
@@ -118,7 +118,7 @@ def test_weights_are_those_of_any_repeated_layer() -> None:
     assert shared.keys() == repeated.keys()
 
 
-def test_a_folder_says_that_passes_share() -> None:
+def test_a_folder_records_that_passes_share_keys() -> None:
     trained = Namespace(
         **{"mtp_num_layers": 1, "mtp_use_repeated_layer": True, "mtp_unroll": 5},
         **{"mtp_repeated_layer_shares_kv": True, "mtp_repeated_layer_first_pass_kv": False},

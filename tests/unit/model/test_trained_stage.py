@@ -78,7 +78,7 @@ def model_with_heads(pattern: str | None, freezes: bool = False) -> Any:
 
 
 @pytest.mark.parametrize(("pattern", "kind"), [(None, GPTModel), (PATTERN, HybridModel)], ids=["gpt", "hybrid"])
-def test_the_model_is_of_megatrons_class_and_computes_its_logits_in_no_step(pattern: str | None, kind: type) -> None:
+def test_training_uses_megatrons_class_and_never_makes_logits(pattern: str | None, kind: type) -> None:
     """None of its methods is replaced, and the chunked losses read the head's weight instead of its output."""
     model = model_with_heads(pattern)
     assert type(model) is kind
@@ -92,7 +92,7 @@ def test_the_model_is_of_megatrons_class_and_computes_its_logits_in_no_step(patt
 
 
 @pytest.mark.parametrize("loads", [False, True])
-def test_a_trunk_that_is_loaded_draws_no_weights_and_its_mtp_layers_do(loads: bool) -> None:
+def test_a_loaded_trunk_skips_initialization_unlike_its_mtp_layers(loads: bool) -> None:
     drawn: list[int] = []
 
     def draw(weight: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ def test_a_trunk_that_is_loaded_draws_no_weights_and_its_mtp_layers_do(loads: bo
 
 
 @pytest.mark.parametrize("detaches", [True, False])
-def test_a_stage_after_that_of_the_heads_trains_its_output_layer_as_they_say(detaches: bool) -> None:
+def test_a_later_stage_trains_its_output_layer_as_the_heads_require(detaches: bool) -> None:
     """It receives the states of trunk and heads as one tensor, and has no MTP layers or drafters itself."""
     model, states = our_model(2, mtp_detach_heads=detaches), list(torch.randn(3, 4, 1, 32))
     stage = attached_of(model)
@@ -138,7 +138,7 @@ def test_after_a_forward_that_fails_the_model_is_as_before(
 
 
 @pytest.mark.parametrize("pattern", [None, PATTERN], ids=["gpt", "hybrid"])
-def test_offloaded_activations_leave_the_weights_of_heads_and_output_layer(
+def test_offloading_excludes_the_weights_of_heads_and_output_layer(
     pattern: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megatron marks weights in its first forward pass, where both are hidden."""
@@ -159,7 +159,7 @@ def test_a_frozen_trunk_stays_in_evaluation_while_its_heads_train(pattern: str |
     assert training == {"mtp"}
 
 
-def test_without_depths_there_is_no_block() -> None:
+def test_without_mtp_layers_there_is_no_mtp_block() -> None:
     model = our_model(None)
     assert not model.mtp_process
     assert not hasattr(model, "mtp")
@@ -174,7 +174,7 @@ def test_a_tied_head_owns_no_weight() -> None:
     assert our_model(2, tied=False).output_layer.weight is not None
 
 
-def test_a_repeated_layer_is_one_layer() -> None:
+def test_a_repeated_layer_is_built_once() -> None:
     assert len(our_model(3, mtp_use_repeated_layer=True).mtp.layers) == 1
     assert len(our_model(3).mtp.layers) == 3
 
@@ -219,7 +219,7 @@ def test_recomputation_changes_nothing(
         ({"fp4": "e2m1"}, False),
     ],
 )
-def test_quantized_depths_are_recomputed_by_tes_checkpoint(
+def test_quantized_mtp_layers_are_recomputed_by_tes_checkpoint(
     precision: dict[str, Any], is_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megatron's functions stand in for TE's: only delayed scaling must be on where the checkpoint begins."""
@@ -269,7 +269,7 @@ def main_gradients(model: GPTModel, **settings: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("linear_main", [False, True], ids=["main-by-layer", "main-in-chunks"])
 @pytest.mark.parametrize("pipeline", [False, True], ids=["one-stage", "last-of-several"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_fused_accumulation_keeps_what_the_depths_add_to_the_head(
+def test_fused_accumulation_keeps_the_mtp_gradient_of_the_head(
     tied: bool, pipeline: bool, linear_main: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the output layer's dummy gradient was dropped together with that of the MTP layers."""
@@ -404,7 +404,7 @@ def test_two_models_of_a_process_share_no_state() -> None:
     assert not MTPLossLoggingHelper.tracker, "Megatron's class-level tracker is not used"
 
 
-def test_every_module_hears_of_the_quantization_recipe_once(megatron: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_module_receives_the_quantization_recipe_once(megatron: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """TE modules have `finish_init`; here Megatron's linear layer stands in for them."""
     told: list[torch.nn.Module] = []
     monkeypatch.setattr(ColumnParallelLinear, "finish_init", lambda module, recipe: told.append(module), raising=False)

@@ -75,7 +75,7 @@ def test_the_checkpoint_has_one_layer_and_the_drafter_all_passes() -> None:
         assert make_method(runner, config_from({"method": method}), Sampling()).count == 4
 
 
-def test_the_number_of_depths() -> None:
+def test_passes_of_a_repeated_layer_count_as_depths() -> None:
     assert trained_depths(Namespace(mtp_num_layers=1, mtp_unroll=5)) == 5
     assert trained_depths(Namespace(mtp_num_layers=3)) == 3
     assert trained_depths(Namespace(mtp_num_layers=None, mtp_unroll=5)) == 0
@@ -96,7 +96,7 @@ def test_an_exported_folder_says_how_many_passes_were_trained_and_an_import_read
 
 
 @pytest.mark.usefixtures("megatron")
-def test_a_layer_that_engines_would_give_a_chain_is_not_exported(tmp_path: Path) -> None:
+def test_a_layer_trained_without_a_chain_is_not_exported(tmp_path: Path) -> None:
     """Engines draft from only the keys of pass 1 if the model has an indexer."""
     args = arguments(1, 4)
     args.mtp_repeated_layer_first_pass_kv = True
@@ -141,7 +141,7 @@ def save(made: LanguageModule, args: Namespace, folder: Path) -> None:
     dist_checkpointing.save(entries, str(folder))
 
 
-def test_operations_are_counted_of_every_pass() -> None:
+def test_flops_are_counted_for_every_pass() -> None:
     args = Namespace(mtp_num_layers=1, mtp_unroll=3, hybrid_layer_pattern="M-*-/*-")
     counted = with_passes(args)
     assert (counted.mtp_num_layers, counted.hybrid_layer_pattern) == (3, "M-*-/*-/*-/*-")

@@ -99,7 +99,7 @@ def test_a_request_with_more_texts_than_there_is_room_for(server: Running) -> No
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_texts_in_the_next_step(stream: bool, server: Running) -> None:
+def test_a_client_that_disconnects_frees_its_sequences_in_the_next_step(stream: bool, server: Running) -> None:
     server.engine.go.clear()
     connection = raw(server, {"prompt": "ab", "n": 2, "max_tokens": 400, "stream": stream})
     until(lambda: live(server) == 2)
@@ -114,7 +114,7 @@ def test_a_client_that_goes_away_frees_its_texts_in_the_next_step(stream: bool, 
     assert 'requests_total{finished_reason="cancelled"} 2.0' in httpx2.get(f"{server.url}/metrics").text
 
 
-def test_a_client_that_goes_away_before_its_request_is_queued(server: Running) -> None:
+def test_a_client_may_disconnect_before_its_request_is_queued(server: Running) -> None:
     server.engine._pace = 0.01  # on a busy machine, 400 tokens finished before the event loop ran
     server.engine.go.clear()
     first = raw(server, {"prompt": "ab", "max_tokens": 4})

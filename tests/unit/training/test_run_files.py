@@ -40,7 +40,7 @@ def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
         read_rows(tmp_path)
 
 
-def test_folders_that_are_no_runs(tmp_path: Path) -> None:
+def test_folders_without_valid_metrics_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no metrics\.jsonl"):
         read_rows(tmp_path / "nowhere")
     (tmp_path / "metrics.jsonl").touch()

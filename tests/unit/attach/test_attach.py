@@ -68,7 +68,7 @@ def test_every_step_is_a_command_that_its_verb_takes(layers: str, model: Path, t
 
 
 @pytest.mark.parametrize(("flags", "passes"), [([], PASSES), (["--unroll", "4"], 4)])
-def test_one_depth_is_trained_as_it_drafts(flags: list[str], passes: int, model: Path, tmp_path: Path) -> None:
+def test_a_single_depth_is_unrolled_as_it_drafts(flags: list[str], passes: int, model: Path, tmp_path: Path) -> None:
     args = settings(model, tmp_path / "run", *flags)
     commands = {name: command_of(name, args) or [] for name in ("start", "before", "train", "draft")}
     for words in commands.values():
@@ -170,7 +170,7 @@ MIXED = [2, 8, 4, 6, 3, 7, 5, 5]
 
 
 @pytest.mark.parametrize(("fallen", "donor"), [("all", None), ("all", "glm"), ("chat", None), ("none", None)])
-def test_layers_that_draft_worse_than_before_are_not_exported(
+def test_mtp_layers_that_draft_worse_than_before_are_not_exported(
     fallen: str, donor: str | None, model: Path, tmp_path: Path
 ) -> None:
     less, more = [each - 1 for each in MIXED], [each + 2 for each in MIXED]
@@ -203,7 +203,7 @@ def test_a_loss_within_its_error_is_not_a_regression(model: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(("after", "worse"), [(1.91, False), (1.89, True), (1.85, True)])
-def test_worse_is_a_fall_beyond_the_stated_error(after: float, worse: bool) -> None:
+def test_a_drop_beyond_the_stated_error_is_worse(after: float, worse: bool) -> None:
     """The stated error is already two standard errors."""
     assert Gain(2.0, after, 0.1).is_worse == worse
 
@@ -329,7 +329,7 @@ def test_a_trial_that_fails_is_the_worst(model: Path, tmp_path: Path, monkeypatc
 # --- a Megatron checkpoint as the trunk ------------------------------------------------------------------------------
 
 
-def test_a_trunk_of_megatrons_is_attached_to_without_its_weights_elsewhere(
+def test_attaching_to_a_megatron_trunk_never_loads_the_whole_model(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing loads the whole model: no fit, no logit comparison, no drafting in one process."""
@@ -367,7 +367,7 @@ def test_a_schedule_of_losses_reaches_the_training(
         assert (says in said, said.count("\n")) == (True, 1), said
 
 
-def test_held_out_text_is_neither_trained_on_nor_continued_for_it(model: Path, tmp_path: Path) -> None:
+def test_held_out_text_is_not_used_in_training_or_sampling(model: Path, tmp_path: Path) -> None:
     args = settings(model, tmp_path / "run", "--self-generated", "200")
     split = "98,2,0"  # the last documents are for validation in every command
     for name in ("before", "train"):
@@ -444,7 +444,7 @@ def test_held_out_text_is_drafted_at_the_end(longest: int, model: Path, tmp_path
     assert asked[asked.index("--prompt") + 1] == "a text"
 
 
-def test_depths_begin_as_they_are_asked_to(model: Path, tmp_path: Path) -> None:
+def test_mtp_layers_are_initialized_as_requested(model: Path, tmp_path: Path) -> None:
     for flags, init in ([], "fitted"), (["--self-generated", "99"], "fitted"), (["--mtp-init", "random"], "random"):
         args = settings(model, tmp_path / "run", *flags)
         words = command_of("start", args) or []
@@ -528,7 +528,7 @@ def test_other_settings_than_those_of_a_run_are_refused(
     assert "attach.json is damaged (TypeError" in capsys.readouterr().err
 
 
-def test_a_run_is_begun_anew_where_that_is_asked_for(
+def test_overwrite_starts_a_run_anew(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands(monkeypatch)
@@ -570,7 +570,7 @@ def test_a_dry_run_prints_every_step_and_does_nothing(
     assert (tmp_path / "run" / "exported" / "config.json").exists()
 
 
-def test_a_trunk_without_a_form_is_told_before_the_training(
+def test_a_trunk_without_a_family_is_rejected_before_training(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = commands(monkeypatch)
@@ -601,7 +601,7 @@ def finish(run: Path) -> None:
     (run / "exported" / "config.json").touch()
 
 
-def test_what_is_finished_is_not_done_again(model: Path, tmp_path: Path) -> None:
+def test_finished_steps_are_not_repeated(model: Path, tmp_path: Path) -> None:
     args = settings(model, tmp_path)
     finish(tmp_path)
     left = {name for name in STEPS if command_of(name, args)}
@@ -634,7 +634,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, failing: str = "none") -> list[lis
     return started
 
 
-def test_steps_are_processes_and_trainings_have_the_launcher(
+def test_steps_run_as_processes_and_training_uses_the_launcher(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = commands(monkeypatch)
@@ -709,7 +709,7 @@ def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path, capsys: pytest
         ("tests/no_such", False),  # its parent exists: a misspelled path
     ],
 )
-def test_a_name_on_the_hub_is_no_path(name: str, is_name: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_name_is_told_from_a_path(name: str, is_name: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[3])
     assert hub.is_hub_name(name) is is_name
     if not is_name:
@@ -801,7 +801,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("flags", BAD)
-def test_what_a_later_step_would_refuse_is_refused_before_the_first(
+def test_bad_flags_of_a_later_step_are_rejected_before_the_first(
     flags: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = commands(monkeypatch)

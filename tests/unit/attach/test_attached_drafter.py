@@ -40,7 +40,7 @@ FORMS = ["rows", "packed"]
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_a_new_drafter_begins_as_in_train_and_all_of_it_learns(kind: str) -> None:
+def test_a_new_drafter_starts_as_in_train_and_every_weight_trains(kind: str) -> None:
     """Its weights equal --mtp-init random with torch's seed; every weight gets a gradient."""
     torch.manual_seed(11)
     batch, model = make_batch(STEPS), stock("dense", **LAYERS)
@@ -62,7 +62,7 @@ def test_a_new_drafter_begins_as_in_train_and_all_of_it_learns(kind: str) -> Non
     assert [name for name, each in own.items() if each.grad is None or not each.grad.any()] == []
 
 
-def test_every_kind_is_attached_here() -> None:
+def test_every_drafter_kind_is_tested_here() -> None:
     assert SETTINGS.keys() == DRAFTERS.keys()
 
 
@@ -101,7 +101,7 @@ def test_loss_and_gradients_are_those_of_a_trained_stage(kind: str, form: str) -
 
 
 @pytest.mark.parametrize("progress", [0.0, 0.25, 1.0])
-def test_domino_has_the_share_of_its_run_without_the_bias(progress: float) -> None:
+def test_domino_uses_the_base_share_of_its_progress(progress: float) -> None:
     """The loop passes the fraction of its run that is over; the gradients match `train` at that point."""
     batch, model = make_batch(STEPS), stock("dense", **LAYERS)
     ours = our_model(STEPS, drafter_layers=(), drafter=trained("domino"), **LAYERS)
@@ -146,7 +146,7 @@ def test_a_reference_policys_forward_in_between_changes_nothing() -> None:
     assert losses[0] == losses[1]
 
 
-def test_both_heads_losses_add_up_and_the_drafters_is_told() -> None:
+def test_losses_of_both_heads_add_up_and_are_reported_separately() -> None:
     batch, model = make_batch(STEPS), stock("dense", **LAYERS)
     attached = attach(model, 2, settings_of("dspark"))
     draw(model)
@@ -173,7 +173,7 @@ def test_both_heads_losses_add_up_and_the_drafters_is_told() -> None:
         ({"drafter": "eagle3"}, {"num_layers": 2}, "give a trunk of at least 4 layers"),
     ],
 )
-def test_what_a_drafter_cannot_have_is_one_sentence(
+def test_unsupported_drafter_settings_are_rejected(
     settings: dict[str, Any], changes: dict[str, Any], said: str
 ) -> None:
     model = stock("dense", **{**LAYERS, **changes})
@@ -252,7 +252,7 @@ def test_rows_that_only_pad_the_vocabulary_have_no_probability(kind: str | None,
         attach(stock("dense"), 1, true_vocab_size=VOCABULARY + 1)
 
 
-def test_virtual_stages_on_two_ranks_are_told_how_to_communicate() -> None:
+def test_virtual_stages_on_two_ranks_require_overlap_p2p_comm() -> None:
     """On two ranks, Megatron batches forward and backward messages, and ranks would mistake each other's."""
     model = stock("dense", **LAYERS)
     model.vp_stage, model.pg_collection = 0, copy.copy(model.pg_collection)
@@ -267,7 +267,7 @@ def test_a_model_without_a_drafter_is_not_exported(tmp_path: Path) -> None:
     assert not (tmp_path / "drafter").exists()
 
 
-def test_a_trunk_whose_angles_are_scaled_asks_for_the_drafters_scaling() -> None:
+def test_a_trunk_with_scaled_rope_requires_drafter_rope_scaling() -> None:
     model = stock("dense", **LAYERS)
     model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq / 2
     with pytest.raises(ValueError, match=r"scales its rotary positions.*give drafter_rope_scaling"):

@@ -97,7 +97,7 @@ def test_each_head_learns_as_it_does_alone(form: str) -> None:
         assert [name for name, grad in own.items() if not torch.equal(grad, together[name])] == []
 
 
-def test_the_losses_that_ride_along_are_logged_without_a_graph() -> None:
+def test_losses_added_in_the_forward_are_logged_without_a_graph() -> None:
     model, batch = stock("dense", **LAYERS), make_batch(STEPS)
     attached = attach(model, heads=several_heads(), weight=0.3)
     draw(model)
@@ -107,7 +107,7 @@ def test_the_losses_that_ride_along_are_logged_without_a_graph() -> None:
     assert all(each.grad is not None for name, each in model.named_parameters() if name.startswith("drafter_"))
 
 
-def test_the_policys_clip_does_not_see_the_heads_gradients() -> None:
+def test_gradient_clipping_of_the_policy_ignores_the_heads() -> None:
     """With groups for a torch optimizer, the policy's weights after clipped steps match a loop without heads."""
     batch, weights, norms = make_batch(STEPS), [], []
     for has_heads in (False, True):
@@ -279,7 +279,7 @@ def test_the_first_of_two_forwards_cannot_be_asked_for_after_the_second() -> Non
         attached.loss(*given(pair[0]))
 
 
-def test_the_heads_learn_nothing_of_placeholders_and_the_images_embeddings_pass() -> None:
+def test_image_placeholders_do_not_affect_the_losses_of_heads() -> None:
     """Image placeholder ids count like negative ids: their embeddings change neither loss."""
     batch, image, losses = make_batch(STEPS), VOCABULARY - 1, []
     text_BS = batch["tokens"].clamp(max=image - 1)
@@ -360,7 +360,7 @@ def test_a_drafter_with_a_draft_vocabulary_learns_as_in_train(kind: str, tmp_pat
     assert weights["output_layer.weight"].grad is None
 
 
-def test_mtp_layers_with_a_draft_vocabulary_learn_its_tokens_alone(tmp_path: Path) -> None:
+def test_mtp_layers_train_only_on_their_draft_vocabulary(tmp_path: Path) -> None:
     """The loss matches a model that `train` builds with the same list."""
     batch, model = make_batch(2), stock("dense")
     settings = MTPConfig(mtp_loss="kd", mtp_draft_vocab_file=str(vocabulary_in(tmp_path)))
@@ -422,7 +422,7 @@ def test_a_drafter_alone_leaves_megatrons_own_block_as_it_is() -> None:
     assert not [name for name in found if name.startswith("gradient of mtp.")]
 
 
-def test_depths_and_settings_are_short_for_heads() -> None:
+def test_depths_and_settings_are_a_shorthand_for_heads() -> None:
     """They give the same modules, settings and losses."""
     batch, losses, made = make_batch(STEPS), [], []
     ways: list[dict[str, Any]] = [
@@ -539,7 +539,7 @@ def test_two_drafters_of_a_kind_have_names() -> None:
         ([Head(), Head(settings_of("eagle3"))], "the model has no MTP layers, and depths is None"),
     ],
 )
-def test_heads_that_do_not_go_together_are_one_sentence(heads: list[Head], said: str) -> None:
+def test_incompatible_heads_are_rejected(heads: list[Head], said: str) -> None:
     model = stock("dense", **LAYERS)
     names = {name for name, _ in model.named_parameters()}
     with pytest.raises(ValueError, match=said):
@@ -547,6 +547,6 @@ def test_heads_that_do_not_go_together_are_one_sentence(heads: list[Head], said:
     assert {name for name, _ in model.named_parameters()} == names
 
 
-def test_heads_beside_what_is_short_for_them_are_refused() -> None:
+def test_heads_together_with_depths_or_settings_are_rejected() -> None:
     with pytest.raises(ValueError, match="heads were given with `depths=` or `settings=`"):
         attach(stock("dense"), 1, heads=[Head(depths=1)])

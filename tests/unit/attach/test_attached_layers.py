@@ -168,7 +168,7 @@ def test_depths_of_megatrons_block_have_the_losses_of_megatrons_training(
 
 
 @pytest.mark.parametrize("form", ["rows", "packed"])
-def test_the_mask_of_a_forward_without_labels_is_where_the_framework_puts_it(form: str) -> None:
+def test_mask_at_gives_the_mask_position_of_each_framework(form: str) -> None:
     """At tokens, at labels as in slime, or at tokens with labels equal to the tokens, as in NeMo-RL's fused head."""
     batch, packed, means = make_batch(2), None, []
     if form == "packed":
@@ -299,7 +299,7 @@ def test_a_forward_without_labels_carries_the_loss_of_the_next_tokens() -> None:
     assert max(relative_difference(found[name], wanted[name]) for name in depths) < 1e-6
 
 
-def test_nothing_rides_along_without_gradients_and_a_validation_asks_for_the_loss() -> None:
+def test_no_loss_is_added_without_gradients_but_it_can_be_requested() -> None:
     model, batch = stock("dense"), make_batch(2)
     attached = attach(model, 2, weight=0.3)
     arguments = batch["tokens"], batch["position_ids"], batch["attention_mask"]
@@ -322,7 +322,7 @@ def plain_gradient(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return model.mtp.layers[0].eh_proj.weight.grad.clone()
 
 
-def test_the_scale_of_a_schedule_ends_with_it_and_that_of_a_loop_stays() -> None:
+def test_a_schedules_loss_scale_is_reset_but_a_loops_scale_is_kept() -> None:
     """Regression: a supervised step between RL steps got the gradient of one of the schedule's microbatches."""
     model, batch = stock("dense"), make_batch(2)
     attach(model, 2, weight=0.3)
@@ -373,7 +373,7 @@ def forward(model: Any, batch: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("freezes", [False, True])
 @pytest.mark.parametrize("form", ["rows", "packed"])
-def test_forwards_without_a_graph_in_between_leave_the_loss_of_the_policys(form: str, freezes: bool) -> None:
+def test_no_grad_forwards_in_between_do_not_change_the_policys_loss(form: str, freezes: bool) -> None:
     """A reference policy is the model without its adapters; its attention inputs also differ from the policy's."""
     batch, packed = make_batch(2), None
     if form == "packed":
@@ -407,7 +407,7 @@ def test_a_second_loss_of_a_forward_is_refused_with_and_without_gradients() -> N
                 shown(attached, batch)
 
 
-def test_a_validation_between_a_forward_and_its_loss_has_its_own() -> None:
+def test_validation_between_a_forward_and_its_loss_is_separate() -> None:
     model, batch, other = stock("dense"), make_batch(2), make_batch(2, seed=5)
     attached = attach(model, 2)
     draw(model)
@@ -435,7 +435,7 @@ def test_the_loss_of_a_forward_before_the_last_is_refused() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("settings", [None, APART], ids=["joint", "apart"])
-def test_a_checkpoint_around_the_model_trains_the_trunk_or_is_refused(
+def test_activation_checkpointing_around_the_model_works_or_is_rejected(
     reentrant: bool, settings: MTPConfig | None
 ) -> None:
     """Reentrant checkpointing runs the forward pass without gradients, and again in the backward pass."""
@@ -489,7 +489,7 @@ def test_routers_of_a_framework_can_leave_positions_out(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
-def test_new_layers_are_drawn_where_a_framework_has_turned_that_off(kind: str) -> None:
+def test_new_layers_are_initialized_despite_a_frameworks_setting(kind: str) -> None:
     """Regression: Megatron-Bridge disables initialization when loading weights, and the layers were uninitialized
     memory.
     """
@@ -500,7 +500,7 @@ def test_new_layers_are_drawn_where_a_framework_has_turned_that_off(kind: str) -
     assert all(0.005 < each.std() < 0.05 for each in weights.values() if each.dim() > 1 and "conv1d" not in each.names)
 
 
-def test_new_layers_take_no_random_numbers_of_the_trunk() -> None:
+def test_new_layers_do_not_change_the_trunks_random_numbers() -> None:
     """The trunk's dropout matches a run without the layers."""
     drawn = []
     for depths in (None, 2):
@@ -536,11 +536,11 @@ def test_new_layers_have_the_names_of_megatrons_block(kind: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "end"), [("M-*-", "*-"), ("ME*E", "*E"), ("M*-|M-*/*-/*-", "*"), ("M--", "M--"), ("*-M|E", "ME")]
 )
-def test_a_depth_of_a_hybrid_is_the_end_of_its_trunk(pattern: str, end: str) -> None:
+def test_an_mtp_layer_of_a_hybrid_copies_the_end_of_its_pattern(pattern: str, end: str) -> None:
     assert _end_of(pattern) == end
 
 
-def test_routers_count_the_depths_and_the_positions_inside_alone() -> None:
+def test_router_statistics_ignore_shifted_in_positions() -> None:
     """Their losses have a slot for every layer; positions that were shifted in are not routed."""
     model, batch = stock("moe", moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid"), make_batch(2)
     attached = attach(model, 2)
@@ -552,7 +552,7 @@ def test_routers_count_the_depths_and_the_positions_inside_alone() -> None:
     assert len(get_moe_metrics_tracker().metrics["load_balancing_loss"].values) == 2 + 2
 
 
-def test_the_model_has_its_depths_again_after_a_forward_that_failed() -> None:
+def test_a_failed_forward_restores_the_mtp_layers() -> None:
     model, batch = stock("dense", True, 2), make_batch(2)
     attached = attach(model)
     config = model.config
@@ -565,7 +565,7 @@ def test_the_model_has_its_depths_again_after_a_forward_that_failed() -> None:
         attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"])
 
 
-def test_a_forward_after_one_that_the_keyboard_interrupted_leaves_the_depths() -> None:
+def test_an_interrupted_forward_does_not_lose_the_mtp_layers() -> None:
     """Regression: after Ctrl-C in a notebook, the model permanently lost its configuration, and the scale of the loss
     with it.
     """
@@ -613,7 +613,7 @@ HEADS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", HEADS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_head_that_computes_more_than_its_weight_or_other_numbers_is_refused(case: str, tied: bool) -> None:
+def test_an_output_layer_that_is_not_a_plain_linear_is_rejected(case: str, tied: bool) -> None:
     """Present before `attach`, or added afterwards; the layers would learn from the head without it."""
     (replaced, sentence), batch = HEADS[case], make_batch(2)
     before, after = stock("dense", tied), stock("dense", tied)
@@ -637,7 +637,7 @@ def test_a_tensor_parallel_rank_has_its_slice_of_the_head() -> None:
         assert any(is_so for is_so, _ in refused_heads(model, layer)) is is_refused
 
 
-def test_a_head_that_replaces_another_is_the_one_that_is_learned() -> None:
+def test_a_replaced_output_layer_is_used_for_the_loss() -> None:
     """An output layer with other weights, set after `attach`."""
     batch, means = make_batch(2), []
     for replaces in (False, True):
@@ -785,7 +785,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", FIELDS)
-def test_what_hooks_would_miss_is_refused(case: str) -> None:
+def test_features_that_hooks_cannot_observe_are_rejected(case: str) -> None:
     """Megatron checks these fields when it builds a model, on GPUs; so they are set afterwards."""
     model, (changes, sentence) = stock("dense"), FIELDS[case]
     vars(model.config).update(changes)
@@ -822,7 +822,7 @@ def test_a_chunk_that_is_refused_leaves_the_others_as_they_are() -> None:
     assert first.config.mtp_num_layers is None
 
 
-def test_a_second_model_of_a_shared_configuration_says_so() -> None:
+def test_a_second_model_with_a_shared_config_is_rejected() -> None:
     """For example a policy and its reference."""
     policy, reference = stock("dense"), stock("dense")
     reference.config = policy.config

@@ -107,7 +107,7 @@ def test_a_method_and_a_verifier_draft_and_change_no_token(add: Callable[[], Non
     assert capped.stats.accepted < drafted.stats.accepted
 
 
-def test_what_is_added_stands_in_help_lists_and_messages(
+def test_additions_appear_in_help_lists_and_messages(
     add: Callable[[], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     add()
@@ -176,9 +176,7 @@ def tasks() -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("task", "read", "edit"), tasks())
-def test_a_task_of_the_table_reads_four_files_and_edits_five_that_have_what_it_says(
-    task: str, read: str, edit: str
-) -> None:
+def test_each_task_reads_at_most_4_and_edits_at_most_5_real_files(task: str, read: str, edit: str) -> None:
     for cell, most in ((read, 4), (edit, 5)):
         named = re.findall(r"`([\w/]+\.py|[\w/]+/)`(?: `(\w+)`)?", cell)
         assert len({path for path, _ in named}) + cell.count("[below]") <= most

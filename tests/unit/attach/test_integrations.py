@@ -221,7 +221,7 @@ def check_mask(model: Any, mask_BS: Tensor, **given: str) -> None:
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
-def test_a_patch_is_short_and_calls_what_there_is(patch: Path) -> None:
+def test_a_patch_is_short_and_its_calls_are_valid(patch: Path) -> None:
     lines = changed_lines(patch)
     assert 0 < len(lines) <= LIMIT
     [row] = [line for line in (FOLDER / "README.md").read_text().splitlines() if f"`{patch.name}` |" in line]

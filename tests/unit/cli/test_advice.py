@@ -58,7 +58,7 @@ def harmful(text: str) -> list[str]:
     return found
 
 
-def test_no_text_advises_to_delete_mtp_weights_or_to_count_none() -> None:
+def test_no_message_advises_deleting_mtp_weights() -> None:
     every = [*texts()]
     assert len(every) > 5000
     assert [f"{place}: {one}" for place, text in every for one in harmful(text)] == []
@@ -80,6 +80,6 @@ def test_no_text_advises_to_delete_mtp_weights_or_to_count_none() -> None:
         "export the model without the depths (drop-mtp).",
     ],
 )
-def test_the_check_sees_advice_that_was_given_once(text: str) -> None:
+def test_the_check_detects_earlier_harmful_advice(text: str) -> None:
     assert harmful(text) != []
     assert [*strings(f"raise ValueError({text!r})")] == [(1, text)]

@@ -143,7 +143,7 @@ def of(accepted: int, drafts: int) -> AcceptanceStats:
     return AcceptanceStats(accepted_at=[accepted], offered_at=[drafts], reached_at=[drafts])
 
 
-def test_the_error_is_that_of_documents_and_not_of_drafts() -> None:
+def test_the_standard_error_is_over_documents_not_drafts() -> None:
     """With all-or-nothing documents, a hundred drafts of one carry no more information than a single draft."""
     documents = [of(100 * (number % 2), 100) for number in range(64)]
     drawn_R1 = resampled(documents)
@@ -154,7 +154,7 @@ def test_the_error_is_that_of_documents_and_not_of_drafts() -> None:
 
 
 @pytest.mark.parametrize(("recorded", "is_ok"), [(0.6, True), (0.7, False)])
-def test_drafts_within_the_error_are_as_recorded(recorded: float, is_ok: bool) -> None:
+def test_drafts_within_the_error_match_the_record(recorded: float, is_ok: bool) -> None:
     """Half of 64 documents accept all drafts: 0.5 with a standard error of 1 / 16."""
     documents = [of(100 * (number % 2), 100) for number in range(64)]
     args = Namespace(folder="folder", server=None, tolerance=0.0)

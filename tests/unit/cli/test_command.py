@@ -62,7 +62,7 @@ OF_THE_SERVER = "fastapi starlette uvicorn prometheus_client"
         (["version"], 0, __version__),
     ],
 )
-def test_the_first_words_that_one_types(
+def test_common_first_commands_print_help(
     words: list[str], status: int, shown: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
@@ -93,7 +93,7 @@ for arguments in [[], *([verb] for verb in VERBS), *(["convert", name] for name 
     assert done.stdout.count("usage: ") == len(VERBS) + 3
 
 
-def test_all_but_the_server_does_without_its_packages() -> None:
+def test_only_serve_needs_the_server_packages() -> None:
     """A new process imports every module of the core except the server's; `serve` then names what to install."""
     code = f"""
 import sys
@@ -122,7 +122,7 @@ def test_the_console_script_is_this_command_line() -> None:
     assert script.value == "megatron_mtp.cli.main:main"
 
 
-def test_a_door_and_its_verb_are_one_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tool_script_and_its_verb_are_the_same_command(capsys: pytest.CaptureFixture[str]) -> None:
     for door, verb in (("tools/checkpoint/convert.py", "convert"), ("tools/data/preprocess.py", "preprocess")):
         by_door = fork_server.run([sys.executable, str(ROOT / door)])
         with pytest.raises(SystemExit) as end:
@@ -190,7 +190,9 @@ def test_a_version_out_of_range_is_named_and_is_status_1(
     assert "training cannot run here; missing: megatron-core" in capsys.readouterr().out
 
 
-def test_a_machine_without_gloo_or_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_fails_without_gloo_or_torch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     no_gloo = SimpleNamespace(is_nccl_available=lambda: True, is_gloo_available=lambda: False)
     cuda = SimpleNamespace(is_available=lambda: False)
     monkeypatch.setattr(doctor, "_torch", lambda: SimpleNamespace(cuda=cuda, distributed=no_gloo))
@@ -200,7 +202,7 @@ def test_a_machine_without_gloo_or_torch(capsys: pytest.CaptureFixture[str], mon
     assert checks(capsys)[0] == 1
 
 
-def test_another_package_examines_what_it_knows(
+def test_another_package_can_add_an_examination_to_doctor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "stars.py").write_text("def main(arguments, program):\n    print(program, *arguments)\n    return 5\n")
@@ -214,7 +216,9 @@ def test_another_package_examines_what_it_knows(
 
 
 @pytest.mark.parametrize(("folder", "found"), [("optimizers", "built here"), ("lib", None)])
-def test_apex_is_nvidias_alone(folder: str, found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_recognizes_only_nvidias_apex(
+    folder: str, found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "apex" / folder).mkdir(parents=True)
     (tmp_path / "apex" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -59,7 +59,7 @@ def test_an_import_that_fails_names_its_extra_and_other_failures_stay_bugs() -> 
         (BrokenPipeError(), 141, ""),
     ],
 )
-def test_how_a_program_ends(
+def test_exceptions_give_the_right_status_and_message(
     error: BaseException,
     status: int,
     said: str,
@@ -103,7 +103,7 @@ def test_ctrl_c_ends_every_verb_with_one_line(
     assert capsys.readouterr().err == f"megatron-mtp {verb}: interrupted\n"
 
 
-def test_another_rank_leaves_the_first_to_speak(
+def test_other_ranks_let_the_first_report_the_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float] = []
@@ -153,9 +153,7 @@ def test_a_flag_may_have_underscores(capsys: pytest.CaptureFixture[str]) -> None
         ("convert hf-to-mcore a b --speculative-config x", None),
     ],
 )
-def test_an_unknown_word_is_compared_with_those_that_exist(
-    line: str, meant: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_word_gets_a_suggestion(line: str, meant: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     """Verbs, commands, flags and values; a command's flags are separate."""
     with pytest.raises(SystemExit) as end:
         cli.main(line.split())
@@ -165,7 +163,7 @@ def test_an_unknown_word_is_compared_with_those_that_exist(
     assert (asked and asked[1]) == meant
 
 
-def test_flags_of_other_programs_are_answered_with_ours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_of_other_programs_get_ours_as_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     """One with no similar spelling, and an unknown one with a close match."""
     parser = Parser("x")
     parser.add_argument("--mine")
@@ -179,7 +177,7 @@ def test_flags_of_other_programs_are_answered_with_ours(capsys: pytest.CaptureFi
 
 
 @pytest.mark.usefixtures("megatron")
-def test_flags_of_mtp_are_in_the_help_and_those_of_other_trainers_are_answered_with_flags_that_exist() -> None:
+def test_mtp_flags_are_in_the_help_and_flags_of_trainers_map_to_ours() -> None:
     known = full_parser("train")._option_string_actions
     of_mtp = {flag for flag in known if flag.startswith("--mtp-")} - {
         "--mtp-standalone",
@@ -192,7 +190,7 @@ def test_flags_of_mtp_are_in_the_help_and_those_of_other_trainers_are_answered_w
 
 
 @pytest.mark.parametrize("verb", ["generate", "serve"])
-def test_flags_of_other_engines_are_answered_with_flags_that_exist(
+def test_flags_of_other_engines_get_an_existing_flag_as_suggestion(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parser = module_of(verb).parser(verb)
@@ -223,7 +221,7 @@ SERVERS = {
 
 
 @pytest.mark.parametrize("flag", SERVERS)
-def test_a_flag_of_vllm_or_sglang_is_answered_by_serve(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_suggests_its_flag_for_one_of_vllm_or_sglang(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["serve", "--load", "x", flag, "3"])
     assert f"in the place of {flag} give {SERVERS[flag]}" in capsys.readouterr().err
@@ -243,7 +241,7 @@ def test_a_hugging_face_folder_is_named_before_anything_is_imported(
         iteration_folder(tmp_path)
 
 
-def test_output_that_is_not_read_to_its_end() -> None:
+def test_a_closed_output_pipe_gives_no_traceback() -> None:
     """As with `| head`: neither a traceback nor Python's own message about a failed flush."""
     code = "from megatron_mtp.common.errors import sentences\nwith sentences('x'): print('y')"
     reader, writer = os.pipe()

@@ -134,7 +134,7 @@ def test_failures_are_tried_again(stub: Any, sample: Callable[..., tuple[int, st
         (401, "set OPENAI_API_KEY to its key"),
     ],
 )
-def test_a_server_that_stays_broken_is_one_sentence_and_the_command_goes_on(
+def test_a_broken_server_gives_a_clear_error_and_the_command_resumes(
     failure: int | None, says: str, stub: Any, sample: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     assert sample("--texts", 1)[0] == 0
@@ -160,7 +160,7 @@ def test_a_server_that_stays_broken_is_one_sentence_and_the_command_goes_on(
         ({"finish_reason": "abort"}, "text 0 ended by 'abort'; see the server's log."),
     ],
 )
-def test_answers_of_another_kind_are_refused(
+def test_malformed_server_responses_are_rejected(
     choice: dict[str, Any], says: str, stub: Any, sample: Callable[..., tuple[int, str, str]]
 ) -> None:
     stub.choice = choice

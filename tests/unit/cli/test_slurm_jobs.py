@@ -41,7 +41,7 @@ def test_ranks_meet_at_the_first_node(cluster: Cluster) -> None:
     assert "--container-image" not in words
 
 
-def test_a_node_whose_name_has_no_address_is_called_as_slurm_calls_it(cluster: Cluster) -> None:
+def test_a_node_without_dns_name_uses_the_address_of_slurm(cluster: Cluster) -> None:
     cluster.answer("getent", "false")
     cluster.answer("scontrol", "echo node7; echo '   NodeAddr=10.0.0.7 NodeHostName=here Version=22.05'")
     cluster.submit("pretrain", "tiny")
@@ -52,12 +52,12 @@ def test_a_node_whose_name_has_no_address_is_called_as_slurm_calls_it(cluster: C
     assert met_at == ["10.0.0.7", "node7"]
 
 
-def test_a_gpu_gets_a_rank(cluster: Cluster) -> None:
+def test_every_gpu_gets_a_rank(cluster: Cluster) -> None:
     cluster.submit("pretrain", "tiny", RANKS_PER_NODE="", SLURM_GPUS_ON_NODE="8")
     assert value(cluster.given(), "--nproc-per-node") == "8"
 
 
-def test_a_run_keeps_what_it_ran_with(cluster: Cluster) -> None:
+def test_a_run_keeps_its_recipe_code_and_commands(cluster: Cluster) -> None:
     cluster.submit("pretrain", "tiny")
     job = cluster.run / "jobs" / "123456"
     assert (job / "recipe.sh").read_bytes() == (JOBS / "recipes" / "tiny.sh").read_bytes()
@@ -73,7 +73,7 @@ def test_a_run_keeps_what_it_ran_with(cluster: Cluster) -> None:
     assert "--train-iters 50 " in (job / "start-1" / "commands").read_text()
 
 
-def test_the_copy_runs_and_not_the_checkout(cluster: Cluster) -> None:
+def test_a_job_runs_the_copy_and_not_the_checkout(cluster: Cluster) -> None:
     cluster.answer("srun", 'while [ "$1" != bash ]; do shift; done; SLURM_NODEID=0 "$@"')
     step = 'step once -c "import megatron_mtp; print(megatron_mtp.__file__)"'
     done = cluster.start(f"source scripts/slurm/job.sh; open_run tiny; {step}")
@@ -118,7 +118,7 @@ def test_an_array_takes_a_value_each(cluster: Cluster) -> None:
         ),
     ],
 )
-def test_a_mistake_is_one_sentence(
+def test_a_mistake_gives_a_clear_error(
     job: str, arguments: list[str], variables: dict[str, str], says: str, cluster: Cluster
 ) -> None:
     done = cluster.submit(job, *arguments, **variables)
@@ -137,14 +137,14 @@ def test_a_container_sees_the_checkout_and_the_run(cluster: Cluster) -> None:
     assert words[words.index("-m") - 1] == "python"
 
 
-def test_a_stopped_job_goes_back_into_the_queue(cluster: Cluster) -> None:
+def test_a_stopped_job_is_requeued(cluster: Cluster) -> None:
     cluster.answer("srun", 'touch "$START/stopped"')
     done = cluster.submit("pretrain", "tiny")
     assert done.returncode == 75
     assert cluster.given("scontrol")[-2:] == ["requeue", "123456"]
 
 
-def test_a_cancelled_job_does_not(cluster: Cluster) -> None:
+def test_a_cancelled_job_is_not_requeued(cluster: Cluster) -> None:
     """Its ranks get SIGTERM too; and even when Bash is ended by that signal, it runs its EXIT trap."""
     cluster.answer("srun", 'touch "$START/stopped"')
     cluster.answer("scontrol", "echo node7; echo node8; echo JobState=CANCELLED")
@@ -152,13 +152,13 @@ def test_a_cancelled_job_does_not(cluster: Cluster) -> None:
     assert "requeue" not in cluster.given("scontrol")
 
 
-def test_a_failed_job_does_not(cluster: Cluster) -> None:
+def test_a_failed_job_is_not_requeued(cluster: Cluster) -> None:
     cluster.answer("srun", "exit 3")
     assert cluster.submit("pretrain", "tiny").returncode == 3
     assert "requeue" not in cluster.given("scontrol")
 
 
-def test_a_conversion_is_proved(cluster: Cluster) -> None:
+def test_an_exported_checkpoint_is_verified(cluster: Cluster) -> None:
     (cluster.run / "exported").mkdir(parents=True)  # left by the previous start
     assert cluster.submit("convert", "tiny", "mcore-to-hf").returncode == 0
     words = cluster.given()
@@ -311,7 +311,7 @@ def test_kernels_are_kept_on_the_node(node: Node, tmp_path: Path, monkeypatch: p
     assert (tmp_path / "seen").read_text() == "/scratch/triton-7\n"
 
 
-def test_a_failure_is_passed_on(node: Node, tmp_path: Path) -> None:
+def test_the_exit_status_of_a_failed_command_is_passed_on(node: Node, tmp_path: Path) -> None:
     assert node.start("itself", "bash", "-c", "exit 3").wait() == 3
     assert not (tmp_path / "stopped").exists()
 

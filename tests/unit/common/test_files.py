@@ -33,7 +33,7 @@ def another_writer(output: Path) -> Iterator[int]:
         os.close(write)
 
 
-def test_a_second_process_is_told_who_writes(tmp_path: Path) -> None:
+def test_a_second_writer_gets_the_id_of_the_first(tmp_path: Path) -> None:
     output = tmp_path / "out"
     with (
         another_writer(output) as child,
@@ -55,7 +55,7 @@ def test_a_folder_that_takes_no_files_is_not_one_that_another_process_writes() -
         pass
 
 
-def test_a_living_conversion_is_not_taken_for_an_interrupted_one(tmp_path: Path) -> None:
+def test_a_running_conversion_is_not_treated_as_interrupted(tmp_path: Path) -> None:
     PartialFolder(tmp_path / "out", tmp_path / "source", {"a": 1}, resume=False).release()
     for resume in (False, True):
         with another_writer(tmp_path / "out"), pytest.raises(ValueError, match="is being written by process"):
@@ -63,7 +63,7 @@ def test_a_living_conversion_is_not_taken_for_an_interrupted_one(tmp_path: Path)
     assert (tmp_path / "out.partial").is_dir()
 
 
-def test_two_runs_on_one_prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_run_on_one_output_prefix_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("some words " * 100)
     words = ["--input", str(tmp_path / "text.txt"), "--output-prefix", str(tmp_path / "data"), "--vocab-size", "260"]
     with another_writer(tmp_path / "data") as child:
@@ -74,7 +74,7 @@ def test_two_runs_on_one_prefix(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not (tmp_path / "data.lock").exists()
 
 
-def test_an_output_is_there_when_the_block_ends_and_its_older_one_until_then(tmp_path: Path) -> None:
+def test_an_output_is_replaced_only_when_the_block_ends(tmp_path: Path) -> None:
     file, folder = tmp_path / "out.json", tmp_path / "out"
     for text in ("first", "second"):
         with written_beside(file) as beside_file, written_beside(folder) as beside_folder:
@@ -103,7 +103,7 @@ def test_a_block_that_fails_leaves_the_older_output_alone(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_what_a_killed_run_has_left_is_no_part_of_the_output(tmp_path: Path) -> None:
+def test_files_left_by_a_killed_run_are_not_in_the_output(tmp_path: Path) -> None:
     left = tmp_path / "out.partial"
     left.mkdir()
     (left / "of the killed run").write_text("")

@@ -55,7 +55,7 @@ WRONG: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("key", "value", "says"), WRONG, ids=[f"{key}-{str(value)[:9]}" for key, value, _ in WRONG])
-def test_a_value_that_no_loader_takes_is_found_and_not_converted(
+def test_an_invalid_config_value_is_found_and_not_converted(
     key: str, value: Any, says: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change(folder, **{key: value})

@@ -28,7 +28,7 @@ def clock(seconds: float) -> Iterator[float]:
 @pytest.mark.parametrize(
     ("terminal", "step", "lines"), [(True, 0.3, range(5, 99)), (False, 0.3, range(1)), (False, 4.0, range(1, 9))]
 )
-def test_a_log_file_gets_a_line_now_and_then(
+def test_a_log_file_gets_an_occasional_progress_line(
     terminal: bool, step: float, lines: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream, now = Stream(terminal), clock(step)

@@ -19,7 +19,7 @@ from megatron_mtp.training.texts import AnswersDataset, TextDataset, read_answer
 pytestmark = pytest.mark.usefixtures("megatron")
 
 
-def test_the_row_of_the_docstring(tmp_path: Path) -> None:
+def test_answer_rows_match_the_docstring_example(tmp_path: Path) -> None:
     prefix = written(tmp_path, [[5, 6, 7, 8], [3, 4, 9, 1]], [(2, 5), (2, 4)])
     data = rows(AnswersDataset, prefix, config(8))
     data.document_index, data.sample_index = np.array([0, 1]), np.array([[0, 1], [1, 4]])
@@ -39,7 +39,7 @@ def chosen(ids: list[int], first: int, stop: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("length", [4, 7, 64])
 @pytest.mark.parametrize("changes", [{}, {"inter_document_masking": True}, {"add_extra_token_to_sequence": False}])
-def test_only_answers_count_of_megatrons_rows(length: int, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_only_answers_count_in_megatrons_rows(length: int, changes: dict[str, Any], tmp_path: Path) -> None:
     """Every token except EOD occurs once, so a label, or that of EOD with its token, identifies the position."""
     sizes = np.random.default_rng(1).integers(3, 19, 40)
     ends = sizes.cumsum()

@@ -73,7 +73,7 @@ def test_packed_rows_become_one_row_with_the_offsets_of_that_row() -> None:
     assert batch["cu_seqlens"].dtype == batch["cu_seqlens_padded"].dtype == torch.int32
 
 
-def test_what_depends_on_a_placeholder_counts_nowhere() -> None:
+def test_positions_that_depend_on_a_placeholder_are_masked() -> None:
     """Token 3 is an image placeholder: depth 2 reads it at position 1, and at position 2 continues from depth 1's
     state.
     """

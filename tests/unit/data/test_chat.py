@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize(
     ("shape", "chat", "plain", "of_tags"), CASES, ids=[f"{case[0]}-{place}" for place, case in enumerate(CASES)]
 )
-def test_what_counts_is_what_a_person_marks(
+def test_counted_tokens_match_the_ones_marked_by_hand(
     shape: str, chat: Chat, plain: list[str], of_tags: list[str] | None, tagged: bool, tmp_path: Path
 ) -> None:
     tokenizer = SHAPES[shape].tokenizer(tmp_path, tagged)
@@ -62,7 +62,7 @@ def test_what_counts_is_what_a_person_marks(
         ("GLM-4.5", "<|assistant|>⟦\n<think></think>\na<|user|>⟧"),
     ],
 )
-def test_an_empty_thinking_block_counts_if_it_shall(shape: str, expected: str, tagged: bool, tmp_path: Path) -> None:
+def test_an_empty_thinking_block_counts_if_requested(shape: str, expected: str, tagged: bool, tmp_path: Path) -> None:
     tokenizer = SHAPES[shape].tokenizer(tmp_path, tagged)
     (document,) = ChatEncoder(tokenizer, counts_empty_thinking=True).encode(ONE)
     assert marked(tokenizer, document).endswith(expected)
@@ -135,14 +135,14 @@ def test_an_answer_may_begin_with_the_token_that_ends_the_prompt(tmp_path: Path)
     assert tokenizer.convert_ids_to_tokens(document.ids[start - 1 : start + 1]) == ["Ċ", "Ċ"]
 
 
-def test_what_ends_a_turn_counts_where_it_pads_too(tmp_path: Path) -> None:
+def test_an_end_token_counts_even_if_it_is_the_pad_token(tmp_path: Path) -> None:
     tokenizer = SHAPES["Qwen2.5"].tokenizer(tmp_path, tagged=False)
     tokenizer.pad_token = tokenizer.eos_token
     (document,) = ChatEncoder(tokenizer).encode(TWO)
     assert marked(tokenizer, document).count("<|im_end|>⟧") == 2
 
 
-def test_a_chat_that_begins_with_the_assistant_counts_from_its_next_turn(tmp_path: Path) -> None:
+def test_an_opening_assistant_turn_does_not_count(tmp_path: Path) -> None:
     tokenizer = SHAPES["Qwen2.5"].tokenizer(tmp_path, tagged=False)
     (document,) = ChatEncoder(tokenizer).encode(Chat([said("hello"), *ONE.messages]))
     assert marked(tokenizer, document).endswith(
@@ -286,7 +286,7 @@ def test_lines_of_either_form_are_chats(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "row", [{"text": "a"}, {"messages": []}, {"messages": ["a"]}, {"messages": [{"content": "a"}]}]
 )
-def test_a_line_that_is_no_chat_is_named(row: dict[str, Any], tmp_path: Path) -> None:
+def test_a_line_that_is_not_a_chat_is_named(row: dict[str, Any], tmp_path: Path) -> None:
     _, line = lines_of(tmp_path / "chats.jsonl", SHAREGPT, row)
     with pytest.raises(ValueError, match=r"chats\.jsonl', line 2 is not a chat; give lines such as"):
         read_chat(line)
@@ -305,7 +305,7 @@ def made(tmp_path: Path) -> Callable[..., str]:
     return make
 
 
-def test_a_dataset_holds_what_counts(made: Callable[..., str], tmp_path: Path) -> None:
+def test_a_dataset_stores_which_tokens_count(made: Callable[..., str], tmp_path: Path) -> None:
     prefix = made({"messages": THOUGHT.messages}, {"messages": [user("q")]}, SHAREGPT)
     tokenizer = read_tokenizer(tmp_path / "tokenizer")
     expected = [*ChatEncoder(tokenizer).encode(THOUGHT), *ChatEncoder(tokenizer).encode(Chat([SYSTEM, *ONE.messages]))]
@@ -364,7 +364,7 @@ def test_all_bad_lines_are_refused_at_once(made: Callable[..., str], tmp_path: P
     assert not list(tmp_path.glob("made.*"))
 
 
-def test_bad_lines_are_left_out_if_they_shall(made: Callable[..., str]) -> None:
+def test_bad_lines_are_skipped_if_requested(made: Callable[..., str]) -> None:
     good = {"messages": [user("q"), said("a") | {"weight": 0}, user("r"), said("b")]}
     prefix = made(good, *BAD * 2, skips_bad_lines=True)
     first, *lines = counted_part(prefix, 200)
@@ -405,7 +405,7 @@ def test_chats_of_a_larger_vocabulary_are_refused(made: Callable[..., str]) -> N
         check_data_prefixes([prefix], highest)
 
 
-def test_nothing_that_counts_is_refused(made: Callable[..., str], tmp_path: Path) -> None:
+def test_chats_without_an_assistant_message_are_rejected(made: Callable[..., str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no chat has an assistant message"):
         made({"messages": [user("q")]})
     assert not (tmp_path / "made.idx").exists()
@@ -486,7 +486,7 @@ def test_two_chats_without_system_messages_are_two_documents(tmp_path: Path) -> 
     assert row["max_seqlen"] == 4
 
 
-def test_under_context_parallelism_a_chat_has_room_for_equal_chunks(tmp_path: Path) -> None:
+def test_context_parallelism_pads_each_chat_to_equal_chunks(tmp_path: Path) -> None:
     row = {name: values.tolist() for name, values in packed(tmp_path / "pair", PAIR, 16, ranks=2)[0].items()}
     assert row["cu_seqlens"][:4] == [0, 4, 8, 16]
     assert row["labels"][:8] == [2, 50, 51, 52, 4, 60, 61, 0]
@@ -499,7 +499,7 @@ def drawn_documents(count: int, longest: int) -> list[Document]:
 
 
 @pytest.mark.parametrize("length", [40, 12])
-def test_a_depth_counts_where_its_target_does(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_depth_counts_where_its_target_counts(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels of an epoch for every depth, counted by a plain loop over the chats; 12 positions truncate some."""
     documents, depths = drawn_documents(30, 40), 3
     expected = [0] * (depths + 1)
@@ -541,7 +541,7 @@ def test_an_epoch_has_every_chat_once_and_resumes_in_its_order(tmp_path: Path) -
     assert [labels(again, len(first) + place) for place in range(len(first))] == epochs[1]
 
 
-def test_what_is_cut_is_counted(made: Callable[..., str]) -> None:
+def test_truncated_tokens_are_counted(made: Callable[..., str]) -> None:
     short, long = {"messages": ONE.messages}, {"messages": [user("q"), said("a" * 50)]}
     late = {"messages": [user("q" * 90), said("a")]}
     lines = counted_part(made(short, long, late), 60)

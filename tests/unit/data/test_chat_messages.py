@@ -65,7 +65,7 @@ def test_calls_have_one_form(message: dict[str, Any]) -> None:
     assert called(message) == [{"role": "assistant", "content": "", "tool_calls": [ADD]}]
 
 
-def test_calls_of_their_own_join_the_turn_before_them() -> None:
+def test_separate_tool_calls_are_merged_into_the_preceding_turn() -> None:
     turn = {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'}
     assert called(said("wait"), turn, turn) == [said("wait") | {"tool_calls": [ADD, ADD]}]
     thought = {"from": "function_call", "value": "<think>t</think>" + turn["value"]}
@@ -75,13 +75,13 @@ def test_calls_of_their_own_join_the_turn_before_them() -> None:
     assert apart.trained == (2,)
 
 
-def test_arguments_without_any_are_an_object() -> None:
+def test_missing_tool_call_arguments_become_an_empty_object() -> None:
     for none in (None, "", {}, "{}"):
         (message,) = called({"role": "assistant", "tool_calls": [{"name": "add", "arguments": none}]})
         assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": "{}"}
 
 
-def test_a_chat_of_a_chat_is_the_same() -> None:
+def test_normalizing_a_chat_twice_changes_nothing() -> None:
     once = Chat([user("q"), {"role": "model", "tool_calls": [ADD["function"] | {"id": "i"}]}], json.dumps(TOOLS))  # type: ignore[arg-type]
     assert Chat(once.messages, once.tools) == once
 
@@ -99,7 +99,7 @@ def test_no_tools_are_none(tools: Any) -> None:
     assert normal_tools(tools) is None
 
 
-def test_the_system_has_one_message() -> None:
+def test_the_system_prompt_becomes_one_message() -> None:
     system = {"role": "System", "content": "S"}
     of_line = {"messages": [user("q")], "system": "S", "weight": 1, "mask": "User", "train_tags": ["a"]}
     assert normal_line(of_line) == [{"role": "system", "content": "S"}, user("q")]
@@ -140,7 +140,7 @@ def test_a_flag_says_whether_a_turn_is_trained_on(name: str, value: Any, counts:
 
 
 @pytest.mark.parametrize("name", ["mask", "masked"])
-def test_a_mask_says_the_opposite(name: str) -> None:
+def test_a_mask_field_means_the_opposite(name: str) -> None:
     given = [user("q") | {name: True}, ANSWER | {name: True}, user("r") | {name: True}, ANSWER | {name: False}]
     assert normal_messages(given).trained == (3,)
 
@@ -178,7 +178,7 @@ def test_a_field_may_leave_a_turn_out_and_asks_for_nothing_if_false(name: str) -
         ({"role": "user", "content": "a", "train": True}, "has 'train', but only assistant messages are trained on"),
     ],
 )
-def test_what_has_no_place_is_refused_by_name(message: dict[str, Any], because: str) -> None:
+def test_unsupported_message_parts_are_rejected_by_name(message: dict[str, Any], because: str) -> None:
     role = message.get("role", message.get("from"))
     with pytest.raises(ValueError, match="message 2") as raised:
         normal_messages([user("q"), message])
@@ -209,7 +209,7 @@ def test_reasoning_may_be_missing(message: dict[str, Any], texts: Texts, has_rea
     assert holds_reasoning(message, "message 2", texts) == has_reasoning
 
 
-def test_a_text_may_be_there_as_tokens_spell_it() -> None:
+def test_content_may_appear_as_the_tokenizer_spells_it() -> None:
     assert holds_reasoning(said("Yes"), "message 2", Texts("", "yes<E>", str.lower))
 
 
@@ -243,7 +243,7 @@ def test_a_call_may_be_there_in_any_spelling(written: str) -> None:
         (CALL | {"tool_calls": CALL["tool_calls"] * 2}, shown("add(of='x \"y')"), "its call of 'add'"),
     ],
 )
-def test_a_turn_that_lacks_what_was_written_is_refused(message: dict[str, Any], texts: Texts, because: str) -> None:
+def test_a_rendered_turn_without_its_content_is_rejected(message: dict[str, Any], texts: Texts, because: str) -> None:
     with pytest.raises(TurnError, match="message 2: the chat template") as raised:
         holds_reasoning(message, "message 2", texts)
     assert because in str(raised.value)

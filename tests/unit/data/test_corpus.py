@@ -171,7 +171,7 @@ def test_jsonl_is_one_document_per_line(tmp_path: Path, letters: Path, capsys: p
 
 
 @pytest.mark.parametrize("moment", ["while tokenizing", "after the first rename, over an old dataset"])
-def test_kill_leaves_no_index_and_the_next_run_completes(tmp_path: Path, letters: Path, moment: str) -> None:
+def test_a_killed_run_leaves_no_index_and_the_next_one_completes(tmp_path: Path, letters: Path, moment: str) -> None:
     import megatron.core.datasets.indexed_dataset  # noqa: F401  (imported here, so that the forked child need not)
 
     text = write(tmp_path / "text", {"1.txt": "ab", "2.txt": "b"})
@@ -213,7 +213,7 @@ def test_failure_keeps_the_old_dataset_whole(tmp_path: Path, letters: Path) -> N
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".partial")]
 
 
-def test_done_is_skipped_and_other_settings_are_refused(
+def test_a_finished_corpus_is_skipped_and_other_settings_rejected(
     tmp_path: Path, letters: Path, capsys: pytest.CaptureFixture
 ) -> None:
     text = write(tmp_path / "text", {"1.txt": "ab"})
@@ -288,7 +288,7 @@ def test_choose_documents_samples_by_seed() -> None:
         (["--tokenizer-output", "x"], "--tokenizer-output: 'x' would stay empty"),
     ],
 )
-def test_mistakes_are_one_sentence_and_status_2(
+def test_mistakes_give_a_clear_error_and_status_2(
     tmp_path: Path, letters: Path, capsys: pytest.CaptureFixture, flags: list[str], message: str
 ) -> None:
     write(tmp_path, {"a.txt": "ab", "empty.txt": "", "blank.txt": " \n", "sub/config.txt": "x"})
@@ -385,9 +385,7 @@ def test_a_vocabulary_that_no_text_can_fill_is_refused(tmp_path: Path, capsys: p
     assert "--vocab-size: 1000000000000 is too large; give 20000000 at most" in capsys.readouterr().err
 
 
-def test_the_training_of_a_tokenizer_leaves_the_main_thread_to_ctrl_c(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokenizer_training_can_be_interrupted_with_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled code returns to Python only at its end; its exceptions are passed on."""
     threads: list[threading.Thread] = []
     train = tokenizer.interruptible

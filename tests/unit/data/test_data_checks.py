@@ -33,7 +33,7 @@ def test_whole_blends_pass(blend: str) -> None:
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", "nan", "1e400"])
-def test_a_weight_that_is_none_is_refused(weight: str) -> None:
+def test_an_invalid_blend_weight_is_rejected(weight: str) -> None:
     with pytest.raises(ValueError, match=f"--data-path: {weight} is not a weight of a dataset; give a number"):
         check_weights(["0.5", "a", weight, "b"])
 

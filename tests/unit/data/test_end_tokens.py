@@ -32,7 +32,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], set[int]]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_ends_are_those_of_all_files_beside_the_tokenizer(name: str, tmp_path: Path) -> None:
+def test_end_tokens_come_from_all_files_beside_the_tokenizer(name: str, tmp_path: Path) -> None:
     files, ends = CONFIGS[name]
     train_bpe(["abc"], 258, tmp_path)
     for file, found in files.items():
@@ -74,7 +74,7 @@ def generated(load: Path) -> list[int]:
     return [token for step in text["steps"] for token in step["emitted"]]
 
 
-def test_every_verb_ends_texts_there(scene: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_verb_ends_generation_at_the_end_tokens(scene: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, free = scene, generated(scene / "before")
     end = free[1]
     ends = {EOD, 2, end}  # 2 is the default of Llama's config class

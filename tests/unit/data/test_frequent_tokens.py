@@ -22,7 +22,7 @@ def test_datasets_count_as_they_are_blended(tmp_path: Path) -> None:
     assert most_frequent([one, two], [0.1, 0.9], 2, 10) == ([3, 4], pytest.approx(0.9))
 
 
-def test_of_a_long_dataset_slices_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_dataset_is_counted_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "SCAN_TOKENS", 128)
     long = dataset(tmp_path / "long", [1] * 500 + [2] * 400 + [3] * 100)
     assert most_frequent([long], None, 2, 10) == ([1, 2], pytest.approx(0.9, abs=0.02))

@@ -65,7 +65,7 @@ def documents(prefix: Path) -> list[list[int]]:
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def test_prompts_begin_documents_of_their_part_each_once_in_a_turn(scene: Path) -> None:
+def test_each_document_of_the_split_is_a_prompt_once_per_round(scene: Path) -> None:
     corpus = documents(scene / "corpus")
     prompts = Beginnings(str(scene / "corpus"), 8, 1, "80,20,0", "validation")
     drawn = [prompts.prompt(number) for number in range(20)]
@@ -98,7 +98,7 @@ def test_documents_are_longer_than_their_prompts(scene: Path) -> None:
     ("split", "part", "found"),
     [("98,2,0", "training", (0, 49)), ("98,2,0", "validation", (49, 50)), ("1", "training", (0, 50))],
 )
-def test_parts_are_megatrons(split: str, part: str, found: tuple[int, int]) -> None:
+def test_dataset_parts_match_megatrons_split(split: str, part: str, found: tuple[int, int]) -> None:
     assert part_of(50, split, part) == range(*found)
 
 

@@ -72,7 +72,7 @@ def test_rows_that_will_be_joined_share_no_document() -> None:
     assert joined.tolist() == [[[2, 0, 0, 0, 0, 0, 6, 0]]]
 
 
-def test_padding_does_not_flow_into_padding() -> None:
+def test_padding_is_not_shifted_into_padding() -> None:
     document = torch.tensor([[0, NO_DOCUMENT, NO_DOCUMENT, NO_DOCUMENT]])
     assert not shift_left(torch.tensor([[1, PAD, PAD, PAD]]), 3, document).any()
     assert not inside_document(document, 3, document).any()

@@ -25,7 +25,7 @@ from megatron_mtp.training.run_files import write_documents
 from megatron_mtp.training.texts import TextDataset
 
 
-def test_a_file_is_of_the_folder_below_the_one_that_holds_all() -> None:
+def test_the_source_of_a_file_is_its_top_level_folder() -> None:
     files = ["texts/code/a/one.py", "texts/prose/two.txt", "texts/chats.jsonl", "texts/three.txt"]
     assert list(sources_of_files(files).values()) == ["code", "prose", "chats", "texts"]
     assert sources_of_files(["here/one.txt", "here/two.txt"]) == {"here/one.txt": "here", "here/two.txt": "here"}
@@ -61,7 +61,7 @@ def test_a_corpus_keeps_the_source_of_every_document(corpus: Path) -> None:
     assert sources_of([first + 3, first], [str(corpus / "c")]) == ["wiki", "code"]
 
 
-def test_damaged_sources_are_refused_and_absent_ones_are_the_corpus(corpus: Path) -> None:
+def test_damaged_sources_are_rejected_and_missing_ones_are_one_source(corpus: Path) -> None:
     file, sidecar = corpus / "c.sources.npy", corpus / "c.json"
     whole, about = file.read_bytes(), sidecar.read_text()
     for damaged in (whole[:-4], b"junk"):
@@ -130,7 +130,7 @@ def document(accepted: int, offered: int = 10) -> AcceptanceStats:
     return AcceptanceStats(offered_at=[offered], reached_at=[offered], accepted_at=[accepted], overlap_at=[0.0])
 
 
-def test_the_error_of_a_gain_is_that_of_the_same_documents() -> None:
+def test_the_error_of_a_gain_is_paired_by_document() -> None:
     """Documents that differ widely, but all gain one in ten: the gain is certain, each rate is not."""
     before = [document(accepted) for accepted in (0, 1, 8, 9, 0, 1, 8, 9)]
     after = [document(accepted + 1) for accepted in (0, 1, 8, 9, 0, 1, 8, 9)]
@@ -140,12 +140,12 @@ def test_the_error_of_a_gain_is_that_of_the_same_documents() -> None:
     assert error_of(after) == pytest.approx(0.4 / 8**0.5, rel=0.05)  # 0.4: standard deviation of a document's rate
 
 
-def test_few_documents_have_the_error_of_their_tokens() -> None:
+def test_with_few_documents_the_error_is_over_tokens() -> None:
     assert error_of([document(5)] * 4) == pytest.approx((0.25 / 40) ** 0.5)
     assert gain_of([document(5)] * 4, [document(7)] * 4) == pytest.approx((0.2, (0.21 / 40) ** 0.5))
 
 
-def test_sources_of_few_documents_are_one() -> None:
+def test_sources_with_few_documents_are_merged() -> None:
     many = {number: document(5) for number in range(8)}
     sources = {"code": many, "a": {8: document(1)}, "b": {9: document(3)}}
     assert {name: list(each) for name, each in with_others(sources).items()} == {

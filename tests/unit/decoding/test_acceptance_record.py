@@ -36,7 +36,7 @@ def test_a_position_is_reached_where_those_before_it_were_accepted() -> None:
     assert (stats.offered_at, stats.reached_at, stats.accepted_at) == ([3, 3, 3], [3, 2, 1], [2, 1, 1])
 
 
-def test_a_record_says_what_can_be_expected_greedy_or_sampled(tmp_path: Path) -> None:
+def test_a_record_gives_the_expected_acceptance(tmp_path: Path) -> None:
     folder = write(tmp_path / "model")
     assert json.loads((folder / RECORD).read_text())["acceptance"] == [0.8, 0.4]
     assert read_record(folder) == pytest.approx([0.7, 0.35])

@@ -66,7 +66,7 @@ def never(_: int, __: int) -> int:
 @pytest.mark.parametrize("most", [1, 2, 5, 15])
 @pytest.mark.parametrize("behind", [0.0, 0.002, 0.02, 0.05])
 @pytest.mark.parametrize("draft", [0.02, 0.1, 0.2, 0.35])
-def test_a_drafter_that_is_never_right_costs_two_percent_at_most(draft: float, behind: float, most: int) -> None:
+def test_a_useless_drafter_costs_at_most_two_percent(draft: float, behind: float, most: int) -> None:
     """Of 128 tokens, including the trial; in the long run, as much as trials may cost."""
     machine = Machine(never, draft, behind=behind)
     beyond_trial = machine.prompt * behind
@@ -75,7 +75,7 @@ def test_a_drafter_that_is_never_right_costs_two_percent_at_most(draft: float, b
         assert cost <= 1 + bound
 
 
-def test_every_rest_is_at_least_twice_as_long_as_the_least_before_it() -> None:
+def test_pauses_of_drafting_at_least_double() -> None:
     _, counts = Machine(never, behind=0.0).run(AutoK(2), 5000)
     drafted = [step for step, count in enumerate(counts) if count]
     assert drafted[: len(TRIED)] == TRIED
@@ -86,7 +86,7 @@ def test_every_rest_is_at_least_twice_as_long_as_the_least_before_it() -> None:
     assert all(rest >= FIRST_REST_STEPS * 2**number for number, rest in enumerate(rests))
 
 
-def test_a_clock_that_jitters_ends_no_rest() -> None:
+def test_timing_jitter_does_not_end_a_pause() -> None:
     """Forward times vary with other load; without a new draft they carry no information about acceptance."""
     auto, counts, missing = AutoK(2), list[int](), 32
     for step in range(300):
@@ -98,18 +98,18 @@ def test_a_clock_that_jitters_ends_no_rest() -> None:
     assert sum(counts[len(FIRST_STEPS) + FIRST_REST_STEPS :]) <= 3
 
 
-def test_a_drafter_that_needs_much_to_catch_up_never_drafts_again() -> None:
+def test_a_useless_drafter_with_a_large_backlog_stays_off() -> None:
     _, counts = Machine(never, behind=0.05).run(AutoK(2), 3000)
     assert not any(counts[len(TRIED) :])
 
 
-def test_a_text_that_becomes_easy_is_drafted_again() -> None:
+def test_drafting_resumes_when_a_sequence_becomes_easy() -> None:
     _, counts = Machine(lambda step, count: count if step > 500 else 0, behind=0.001).run(AutoK(2), 4000)
     assert counts[-1] == 2
     assert sum(counts[len(TRIED) : 500]) <= 4 * TRIAL_STEPS
 
 
-def test_a_drafter_that_is_right_is_used_from_the_first_step() -> None:
+def test_a_good_drafter_is_used_from_the_first_step() -> None:
     cost, counts = Machine(lambda _, count: count).run(AutoK(2), 128)
     first = [2 * drafts for drafts in FIRST_STEPS]
     assert counts == [*first, *[2] * (len(counts) - len(first))]
@@ -123,7 +123,7 @@ def test_first_steps_that_load_code_do_not_end_drafting() -> None:
 
 
 @pytest.mark.parametrize("texts", [1, 4])
-def test_a_batch_pays_by_its_steps_and_not_by_its_texts(texts: int) -> None:
+def test_the_cost_of_drafts_is_counted_per_step_not_per_sequence(texts: int) -> None:
     """Rejected drafts of several sequences have a cost, even if every sequence gains a token."""
     auto, counts = AutoK(2), list[int]()
     for _ in range(400):
@@ -159,7 +159,7 @@ def test_plain_steps_are_timed_again_while_drafts_pay() -> None:
     assert sum(counts[-200:]) <= 2 * TRIAL_STEPS
 
 
-def test_time_of_the_engine_speaks_for_more_drafts() -> None:
+def test_engine_overhead_makes_more_drafts_worthwhile() -> None:
     """With 0.8 per draft and 0.3 correct beyond the first, the second draft pays off if engine overhead per step is
     large.
     """
@@ -225,7 +225,7 @@ def test_batches_of_one_size_share_what_was_measured() -> None:
     assert len(target.auto_counts) == 2
 
 
-def test_a_step_teaches_the_size_that_chose_its_k() -> None:
+def test_a_step_is_credited_to_the_batch_size_that_chose_its_k() -> None:
     """Two sequences, one of which ends in its first step: the step's time is not used for the other batch size."""
     target = Runner(model_of("gqa", 2))
     generate(target, [[4, 5], [6]], [1 + 1, 8], speculative={"method": "mtp", "num_speculative_tokens": "auto"})
@@ -233,7 +233,7 @@ def test_a_step_teaches_the_size_that_chose_its_k() -> None:
     assert steps[2] > 0
 
 
-def test_drafts_of_another_batch_are_not_continued() -> None:
+def test_drafting_is_not_continued_for_another_batch() -> None:
     """The drafter would have to run the rows of sequences that were decoded plainly until now."""
     auto = taught(0.1, [0.8, 0.6, 0.1])
     assert auto.choose() == 2
@@ -243,7 +243,7 @@ def test_drafts_of_another_batch_are_not_continued() -> None:
     assert not auto.rests
 
 
-def test_texts_that_soon_end_are_no_reason_to_rest() -> None:
+def test_sequences_that_soon_end_do_not_cause_a_pause() -> None:
     auto = taught(0.1, [0.8, 0.6, 0.1])
     auto.change_batch()
     for _ in range(30):
@@ -253,7 +253,7 @@ def test_texts_that_soon_end_are_no_reason_to_rest() -> None:
     assert auto.choose(missed=1, left=100.0) == 2
 
 
-def test_a_few_slow_steps_do_not_speak_against_a_number() -> None:
+def test_a_few_slow_steps_do_not_rule_out_a_draft_count() -> None:
     """K = 2 was timed in a slow moment, and its neighbors show that it is not slow."""
     _, counts = Machine(lambda _, count: min(count, 2), draft=0.1, slower=(9.0,) * 5).run(AutoK(4), 200)
     assert counts.count(2) > 0.8 * len(counts[20:])

@@ -66,13 +66,13 @@ def test_the_first_one_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
     assert type(with_half(monkeypatch, torch.float64).backend) is Modules
 
 
-def test_ours_is_the_table_without_packages() -> None:
+def test_the_default_backend_table_has_our_modules() -> None:
     assert BACKENDS["modules"] is Modules
     assert BACKENDS.group == "megatron_mtp.backends"
 
 
 @pytest.mark.parametrize("speculative", [None, MTP, EAGLE])
-def test_drafts_at_once_are_those_in_turn(speculative: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_in_one_call_match_drafts_one_by_one(speculative: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, right = with_half(monkeypatch), plain(monkeypatch)
     texts = [generate(one, prompts_of(3), 20, speculative=speculative) for one in (ours, right)]
     assert texts[0].token_ids == texts[1].token_ids
@@ -81,7 +81,7 @@ def test_drafts_at_once_are_those_in_turn(speculative: Any, monkeypatch: pytest.
     assert {*ours.backend.calls} == {0}, "all MTP layers ran in drafts at once"
 
 
-def test_all_products_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_computes_all_matrix_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trunk's two layers and three MTP layers with 4 each; 3 that merge; and the head."""
     ours = with_half(monkeypatch)
     assert len(vars(ours.backend)["multiplied"]) == 5 * 4 + 3 + 1

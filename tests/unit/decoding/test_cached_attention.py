@@ -38,7 +38,7 @@ class OnGPU(torch.Tensor):
     is_cuda = True  # type: ignore[assignment]
 
 
-def test_cudnn_stays_out_of_attention_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_attention_is_disabled_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is allowed again afterwards."""
     seen = []
 

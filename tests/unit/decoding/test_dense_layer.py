@@ -104,7 +104,7 @@ FUSED = {
         pytest.param("cuda", marks=pytest.mark.skipif(cpu.installed(), reason="needs a CUDA device: run it on one")),
     ],
 )
-def test_what_a_gpu_compiles_computes_the_same_and_is_compiled_once_for_all_layers(device: str) -> None:
+def test_compiled_functions_match_and_are_compiled_once(device: str) -> None:
     """For one or more rows of one or more sequences; other counts and other layers compile nothing new."""
     backend, allowed = FUSED[device]
     command = [sys.executable, str(Path(__file__).parents[2] / "support" / "fused_functions.py"), device, backend]
@@ -140,7 +140,7 @@ def test_functions_are_compiled_for_a_gpu_that_can_launch_kernels(monkeypatch: p
 
 
 @pytest.mark.usefixtures("pretended_gpu")
-def test_what_cannot_be_compiled_runs_as_it_is(
+def test_functions_that_fail_to_compile_run_uncompiled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After one warning; errors of the function itself are passed on."""
@@ -158,7 +158,7 @@ def test_what_cannot_be_compiled_runs_as_it_is(
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_switch_of_megatrons_leaves_the_layer_to_it(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_layer_with_an_unknown_megatron_switch_runs_in_megatron(name: str, caplog: pytest.LogCaptureFixture) -> None:
     dense_layer._warn.cache_clear()
     with caplog.at_level(logging.WARNING):
         runner = Runner(model_of("gqa", **SWITCHES[name]))
@@ -168,7 +168,7 @@ def test_a_switch_of_megatrons_leaves_the_layer_to_it(name: str, caplog: pytest.
     assert_drafts_as_trained(runner, model_of("gqa", **SWITCHES[name]))
 
 
-def test_the_command_shows_the_warning_though_it_silences_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_shows_the_dense_layer_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("megatron", "megatron_mtp"):
         monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
     monkeypatch.setattr(logging.getLogger(), "level", logging.ERROR)
@@ -183,7 +183,7 @@ def test_the_command_shows_the_warning_though_it_silences_others(monkeypatch: py
     "name",
     ["softmax_offset", "fp32_residual_connection", "no_rope_freq", "fp8", "qk_norm_kind", "rotary_interleaved"],
 )
-def test_a_setting_that_is_not_listed_leaves_the_layer_to_megatron(name: str) -> None:
+def test_a_layer_with_an_unlisted_setting_runs_in_megatron(name: str) -> None:
     model = model_of("gqa")
     setattr(model.config, name, True)
     runner = Runner(model)
@@ -211,7 +211,7 @@ def with_planted_switch() -> GPTModel:
     return model
 
 
-def test_a_planted_switch_leaves_the_layer_to_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_with_a_planted_switch_runs_in_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     half_the_layer(monkeypatch)
     runner = Runner(with_planted_switch())
     assert not runner.backend.all_short
@@ -220,7 +220,7 @@ def test_a_planted_switch_leaves_the_layer_to_megatron(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", ["offset of gated units", "attention output gate", "planted"])
-def test_without_the_list_it_would_draft_wrongly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_list_of_known_settings_drafts_are_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: every setting counts as known."""
     monkeypatch.setattr(dense_layer, "unknown_settings", lambda _: [])
     if name == "planted":

@@ -91,7 +91,9 @@ def test_plain_decoding_is_the_argmax_of_the_training_forward() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("batch", "new_tokens"), tiered([(1, 100), (4, 60), (16, 30)], ((4, 60),)))
-def test_identity(method: str, batch: int, new_tokens: int, answered: Callable[..., list[list[int]]]) -> None:
+def test_drafting_never_changes_the_tokens(
+    method: str, batch: int, new_tokens: int, answered: Callable[..., list[list[int]]]
+) -> None:
     """ID: neither correct nor wrong drafts change the tokens."""
     target, prompts = runner_of(), prompts_of(batch)
     answers = answered(batch, new_tokens)
@@ -104,7 +106,7 @@ def test_identity(method: str, batch: int, new_tokens: int, answered: Callable[.
 
 
 @pytest.mark.parametrize("kind", tiered([*KINDS, "mla"], ("gqa", "moe", "eagle3")))
-def test_identity_for_every_kind_of_model(kind: str) -> None:
+def test_drafting_never_changes_the_tokens_of_any_kind_of_model(kind: str) -> None:
     target, prompts = runner_of(kind), prompts_of(4)
     answers = plain(target, prompts, 40)
     methods = ["parallel_heads"] if kind == "parallel" else ["mtp", "mtp_eagle", *(["mtp_tree"] if TREES else [])]
@@ -120,7 +122,7 @@ def test_identity_for_every_kind_of_model(kind: str) -> None:
 
 
 @pytest.mark.parametrize("method", tiered([*METHODS], ("mtp", "mtp_eagle", "mtp_tree", "ngram")))
-def test_samples_of_one_candidate_are_the_greedy_text(method: str) -> None:
+def test_sampling_with_top_k_1_matches_greedy_decoding(method: str) -> None:
     """A wrong cache row changes a greedy choice, but only shifts the distribution of samples."""
     target, prompts = runner_of(), prompts_of(6)
     texts = generate(target, prompts, 40, Sampling(1.0, top_k=1), METHODS[method]).token_ids
@@ -229,7 +231,7 @@ def test_sampled_texts_depend_on_their_seeds_alone(method: str) -> None:
     assert together != sampled(prompts, list(range(8)))
 
 
-def test_drafts_beyond_the_budget_were_not_offered() -> None:
+def test_drafts_beyond_the_budget_are_not_counted() -> None:
     """Three tokens after a prompt: its forward pass gives one, and one of the next step's three drafts can be used."""
     target, prompts = runner_of(), prompts_of(2)
     stats = run(target, prompts, 3, METHODS["mtp"], plain(target, prompts, 9))[1].stats
@@ -238,7 +240,7 @@ def test_drafts_beyond_the_budget_were_not_offered() -> None:
     assert stats.accepted <= stats.drafted == sum(stats.offered_at)
 
 
-def test_the_positions_end_each_text_by_itself() -> None:
+def test_each_sequence_ends_at_its_own_last_position() -> None:
     target = runner_of()
     target.positions = 20
     texts = generate(target, [[1] * 15, [2] * 4], 50, speculative=METHODS["mtp"]).token_ids
@@ -254,7 +256,7 @@ def continuation_of(text: list[int], shortest: int, longest: int, count: int) ->
     return []
 
 
-def test_suffixes_seen_before() -> None:
+def test_ngram_continues_the_longest_suffix_seen_before() -> None:
     assert continuation_of([1, 2, 3, 1, 2], 1, 3, 3) == [3, 1, 2]
     assert continuation_of([1, 2, 3, 1, 2], 3, 3, 3) == []
     assert continuation_of([7, 7], 1, 3, 3) == [7]
@@ -288,7 +290,7 @@ def test_short_layers_compute_what_the_modules_do(kind: str, monkeypatch: pytest
         torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-9)
 
 
-def test_a_usual_model_has_short_layers_alone() -> None:
+def test_a_standard_model_has_only_short_layers() -> None:
     assert runner_of("gqa").backend.all_short
 
 
@@ -313,7 +315,7 @@ def test_settings_that_the_model_does_not_allow(settings: dict[str, Any], said: 
         generate(runner_of(), [[1]], 4, Sampling(1.0), settings)
 
 
-def test_a_model_without_depths_says_what_else_drafts() -> None:
+def test_a_model_without_mtp_layers_is_rejected_with_alternatives() -> None:
     target = Runner(model_of("gqa", None))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no MTP weights; train some"):
         make_method(target, SpeculativeConfig("mtp"), Sampling())
@@ -513,7 +515,7 @@ def test_texts_sampled_with_drafts_from_the_keys_of_pass_1_have_the_targets_dist
     assert p_value_of(settings, pair=(model_of("first-pass", dtype=torch.float32), model_of("first-pass"))) > 0.001
 
 
-def test_the_distribution_sees_a_beam_that_is_taken_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_distribution_test_detects_a_beam_used_as_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the best of several samples, with the q of one."""
     propose = Beam.propose
 
@@ -525,7 +527,7 @@ def test_the_distribution_sees_a_beam_that_is_taken_for_a_sample(monkeypatch: py
 
 
 @pytest.mark.parametrize("verifier", ["greedy", "bild"])
-def test_a_draft_model_that_is_the_target_is_always_right(verifier: str) -> None:
+def test_a_draft_model_equal_to_the_target_is_always_accepted(verifier: str) -> None:
     target, drafter, prompts = runner_of(), runner_of(), prompts_of(4)
     settings = {"method": "draft_model", "num_speculative_tokens": 3, "model": "-", "verifier": verifier}
     if verifier == "bild":
@@ -535,7 +537,7 @@ def test_a_draft_model_that_is_the_target_is_always_right(verifier: str) -> None
     assert drawn.stats.accepted_per_position == [1.0, 1.0, 1.0]
 
 
-def test_another_draft_model_changes_no_token_and_bild_stops_where_it_is_unsure() -> None:
+def test_a_draft_model_changes_no_token_and_bild_stops_if_unsure() -> None:
     target, drafter, prompts = runner_of(), Runner(model_of("mha-tied-layernorm")), prompts_of(4)
     settings = {"method": "draft_model", "num_speculative_tokens": 3, "model": "-"}
     assert (
@@ -568,7 +570,7 @@ def test_a_draft_model_whose_ids_mean_other_tokens_is_refused() -> None:
     assert generate(target, [[1]], 4, speculative=settings, drafter=drafter).token_ids
 
 
-def test_joint_takes_longer_drafts_the_lower_its_threshold() -> None:
+def test_joint_accepts_longer_drafts_with_a_lower_threshold() -> None:
     target, prompts = runner_of(), prompts_of(8)
     lengths = []
     for threshold in (1.0, 0.5, 0.0):

@@ -36,7 +36,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> object:
     return load_tokenizer(train_bpe(["abc abd ü€"], 258, tmp_path_factory.mktemp("tokenizer")))
 
 
-def test_prompts_from_everywhere(tokenizer: object, tmp_path: Path) -> None:
+def test_prompts_come_from_flags_files_and_token_ids(tokenizer: object, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("ab\n")
     (tmp_path / "many.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": "bc"}\n')
     ids = tokenizer.encode  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ def test_prompts_from_everywhere(tokenizer: object, tmp_path: Path) -> None:
         ([], "ids.jsonl", [], r"has the prompt \[1, 2\], which is not text"),
     ],
 )
-def test_bad_prompts(
+def test_bad_prompts_are_rejected(
     texts: list[str], file: str | None, ids: list[str], said: str, tokenizer: object, tmp_path: Path
 ) -> None:
     (tmp_path / "latin.txt").write_bytes(b"\xe4")
@@ -84,7 +84,7 @@ def test_text_streams_with_its_drafts_in_color(tokenizer: object) -> None:
     assert plain.getvalue() == "ab"
 
 
-def test_a_recorded_step_holds_the_tree_and_what_became_of_it() -> None:
+def test_a_recorded_step_holds_the_tree_and_its_acceptance() -> None:
     """The second sequence of a batch: a tree a -> b and c, of which c was no candidate; then a draft beyond its end."""
     tree = Draft(
         torch.tensor([[0, 0, 0], [5, 6, 7]]),
@@ -133,7 +133,7 @@ def test_figures_of_a_run() -> None:
         ([50.0, 60.0] * 3, 2, (60.0, 50.0)),  # 220 s
     ],
 )
-def test_both_sides_take_turns_for_some_seconds_and_the_first_run_does_not_count(
+def test_compared_sides_alternate_and_skip_the_first_run(
     seconds: list[float], turns: int, median: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = Workload(None, [[1]], 4, Sampling(), frozenset(), None, None, 1, 0)  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ def test_a_text_depends_on_its_own_seed_in_any_batch() -> None:
     assert one_by_one[4] == generate(target, [prompts[4]], 9, Sampling(2.0), seeds=[11]).token_ids[0]
 
 
-def test_texts_that_differ_by_rounding_say_so() -> None:
+def test_outputs_that_differ_by_rounding_are_explained() -> None:
     stats = AcceptanceStats()
     stats.count(2, 2, 3)
     one = Cost(stats, 1.0)
@@ -249,7 +249,7 @@ def test_the_help_lists_methods_and_examples() -> None:
         assert word in shown
 
 
-def test_the_list_says_what_each_method_is_and_which_keys_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_methods_describes_each_method_and_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parser("generate_gpt.py").parse_args(["--list-methods"])
     assert not end.value.code

@@ -139,7 +139,7 @@ def test_every_node_of_a_tree_is_a_candidate_of_its_own_path(tree: list[int]) ->
 
 @pytest.mark.parametrize("most", [None, 3])
 @torch.inference_mode()
-def test_every_row_of_a_tree_or_beam_says_what_the_module_does(most: int | None) -> None:
+def test_every_row_of_a_tree_or_beam_matches_the_mtp_layer(most: int | None) -> None:
     """CONF for `mtp_tree` (all candidates continued) and `mtp_beam` (the best 3 of a level), every level."""
     target, twin = runner_of(dtype=torch.float32), model_of("gqa", dtype=torch.float32)
     text = run(target, [[4, 8, 15, 16, 23]], 1, None)[0].token_ids[0]
@@ -159,7 +159,7 @@ def test_every_row_of_a_tree_or_beam_says_what_the_module_does(most: int | None)
         candidates = [[*paths[row], token] for row, token in pairs]
 
 
-def test_every_draft_of_a_reused_module_is_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_of_a_reused_mtp_layer_match_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """CONF for `mtp_eagle`: the first position is depth 1 of training, later ones the module on its own states."""
     target, twin = runner_of(dtype=torch.float32), model_of("gqa", dtype=torch.float32)
     text = run(target, [[4, 8, 15, 16, 23]], 1, None)[0].token_ids[0]
@@ -200,7 +200,7 @@ def test_a_dynamic_tree_is_the_likeliest_nodes_of_the_whole() -> None:
 BEAM = {"method": "mtp_beam", "beam_width": 8, "num_speculative_tokens": 2, "verifier": "joint"}
 
 
-def test_a_beam_finds_what_the_greedy_chain_misses() -> None:
+def test_a_beam_finds_a_likelier_pair_than_a_greedy_chain() -> None:
     """Of the eight most likely first tokens, the one whose best continuation gives the most likely pair."""
     target, twin = runner_of(), model_of("gqa")
     text = run(target, [[4, 8, 15]], 1, None)[0].token_ids[0]

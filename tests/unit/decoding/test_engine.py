@@ -62,14 +62,14 @@ def same_as_alone(engine: Engine, requests: list[Request], runner: Runner | None
 
 @settings(max_examples=15, **QUIET)
 @given(days())
-def test_tokens_are_those_of_generate_whatever_comes_when(day: Any) -> None:
+def test_tokens_match_generate_for_any_arrival_order(day: Any) -> None:
     check_day(day)
 
 
 @pytest.mark.matrix
 @settings(max_examples=80, **QUIET)
 @given(days())
-def test_tokens_are_those_of_generate_in_many_more_cases(day: Any) -> None:
+def test_tokens_match_generate_in_many_more_cases(day: Any) -> None:
     check_day(day)
 
 
@@ -164,7 +164,7 @@ def test_a_step_is_planned_before_any_of_it_runs() -> None:
     ]
 
 
-def test_a_first_token_waits_for_no_other_text() -> None:
+def test_a_first_token_does_not_wait_for_other_sequences() -> None:
     engine = engine_of()
     others = [engine.add(request_of([number], 40, "plain")) for number in range(3)]
     engine.step()
@@ -175,7 +175,7 @@ def test_a_first_token_waits_for_no_other_text() -> None:
     drained(engine)
 
 
-def test_a_place_is_taken_in_the_step_after_the_one_in_which_it_is_left() -> None:
+def test_a_freed_slot_is_taken_in_the_next_step() -> None:
     engine = engine_of(running=1)
     first, second = (engine.add(request_of([3, 4], 2, "plain")) for _ in range(2))
     engine.step()
@@ -185,7 +185,7 @@ def test_a_place_is_taken_in_the_step_after_the_one_in_which_it_is_left() -> Non
 
 
 @pytest.mark.parametrize("method", ["plain", "mtp"])
-def test_prompts_run_in_one_forward_and_their_padding_does_not(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_run_in_one_forward_pass_without_padding(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """100, 12 and 50 rows: through the trunk together, and through each of the three MTP layers."""
     runner, rows = runner_of(), list[int]()
     embed = runner.backend._embed
@@ -235,7 +235,7 @@ def test_a_canceled_request_frees_its_slot_and_blocks(when: int) -> None:
     same_as_alone(engine, [request])
 
 
-def test_texts_are_put_back_and_lose_nothing() -> None:
+def test_preempted_sequences_lose_no_tokens() -> None:
     """Three sequences grow to 3 blocks each, and there are 6."""
     engine = engine_of(blocks=6, reuse=False)
     wanted = [request_of(prompt, 60, sampling=Sampling(1.0), seed=7) for prompt in prompts_of(3, 20)]
@@ -243,7 +243,7 @@ def test_texts_are_put_back_and_lose_nothing() -> None:
     assert engine.load.preempted > 0
 
 
-def test_the_oldest_text_is_never_put_back() -> None:
+def test_the_oldest_sequence_is_never_preempted() -> None:
     engine = engine_of(blocks=6, reuse=False)
     oldest = engine.add(request_of([4, 5, 6], 60, "plain"))
     for prompt in prompts_of(3, 20):
@@ -260,7 +260,7 @@ def test_a_text_may_fill_all_positions(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", tiered(METHODS, ("mtp", "mtp_tree", "ngram")))
-def test_ends_and_texts_that_are_put_back_change_no_token(method: str) -> None:
+def test_ends_and_preemptions_change_no_token(method: str) -> None:
     """Ends at stops and budgets; preempted sequences; reused slots."""
     every = zip(prompts_of(7, 50), [3, 30, 9, 1, 17, 24, 12], SAMPLINGS * 2, strict=False)
     wanted = [request_of(p, n, method, sampling=s, seed=n, stop_ids=frozenset({7, 8})) for p, n, s in every]
@@ -275,7 +275,7 @@ READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__
 @pytest.mark.parametrize(
     ("method", "reads"), [("plain", 2), ("mtp", 2), ("mtp_eagle", 2), ("ngram", 4), ("draft_model", 2)]
 )
-def test_a_step_reads_only_what_it_gave(method: str, reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reads_back_only_its_results(method: str, reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens and counts, plus the nodes of a draft that may end early: after the trunk, and nothing before it."""
     engine, noted = engine_of(), list[str]()
     numbers = [engine.add(request_of(prompt, 30, method)) for prompt in prompts_of(3, 9)]
@@ -361,7 +361,7 @@ def test_a_drafter_reuses_a_cached_prefix_too(monkeypatch: pytest.MonkeyPatch) -
     assert engine.load.stats.accepted - before == alone_stats.accepted > 0
 
 
-def test_texts_that_continue_alike_after_a_block_share_it_and_others_do_not() -> None:
+def test_a_block_is_shared_only_if_the_next_tokens_agree() -> None:
     """The last depth's rows depend on three tokens after the block."""
     engine, beginning = engine_of(), PIECES[0][:32]
     same_as_alone(engine, [request_of([*beginning, 1, 2, 3, 4], 3)])
@@ -380,14 +380,14 @@ def test_a_cached_block_is_identified_by_its_whole_prefix(method: str) -> None:
     assert engine.load.cached_tokens == 64 + 64, "of the second prompts with the same beginning"
 
 
-def test_of_a_known_text_the_end_is_forgotten_first() -> None:
+def test_the_end_of_a_cached_sequence_is_evicted_first() -> None:
     """Three of four blocks are cached; a sequence of two takes the free one and one of these."""
     engine, text = engine_of(blocks=4), request_of((PIECES[0] + PIECES[1] + PIECES[2])[:100], 3)
     same_as_alone(engine, [text, request_of(PIECES[2], 3), text])
     assert engine.load.cached_tokens == 64
 
 
-def test_nothing_is_left_of_a_text_in_the_blocks_of_another() -> None:
+def test_reused_blocks_contain_nothing_of_earlier_sequences() -> None:
     """Kernels that read a whole window would spread a NaN, which no mask keeps out of a sum."""
     engine = engine_of(blocks=3, reuse=False)
     same_as_alone(engine, [request_of(PIECES[0], 30)])
@@ -411,7 +411,7 @@ def test_a_conversation_continues_from_the_emitted_tokens() -> None:
     assert engine.load.cached_tokens == 64
 
 
-def test_without_reuse_nothing_is_known() -> None:
+def test_without_reuse_no_prefix_is_cached() -> None:
     engine = engine_of(reuse=False)
     same_as_alone(engine, [request_of(PIECES[0], 3)])
     same_as_alone(engine, [request_of(PIECES[0], 3)])
@@ -523,7 +523,7 @@ def test_logprobs_are_those_of_a_forward_over_the_text(method: str) -> None:
         assert [value for _, value in one.top] == pytest.approx(right_SV[row].topk(top).values.tolist(), abs=1e-4)
 
 
-def test_logprobs_of_a_prompt_that_was_put_back_are_whole() -> None:
+def test_logprobs_of_a_preempted_prompt_are_complete() -> None:
     """The first sequence takes a third block while the second's prompt runs, one row per step."""
     engine = engine_of(blocks=4, chunk=1)
     engine.add(request_of(PIECES[0] + PIECES[1][:9], 40, "plain"))
@@ -670,14 +670,14 @@ def test_automatic_k_changes_no_token(method: str) -> None:
         ),
     ],
 )
-def test_what_can_never_be_served_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_requests_that_can_never_run_are_rejected(changes: dict[str, Any], said: str) -> None:
     engine = engine_of(blocks=3)
     with pytest.raises(ValueError, match=said):
         engine.add(replace(request_of([1, 2], 10), **changes))
     assert not engine.busy
 
 
-def test_a_full_queue_says_so() -> None:
+def test_a_full_queue_raises_an_error() -> None:
     engine = engine_of(running=1, waiting=2)
     for _ in range(2):
         engine.add(request_of([1], 3))
@@ -712,7 +712,7 @@ def test_blocks_of_a_model_fill_the_memory_that_is_given() -> None:
     ("method", "drafted", "blocks", "positions"),
     [("plain", 3, 3, None), ("mtp", 0, 2, None), ("mtp_tree", 1, 2, None), ("mtp", 2, 9, 50)],
 )
-def test_without_a_limit_a_text_ends_where_there_is_no_more_room(
+def test_without_a_limit_a_sequence_ends_when_the_cache_is_full(
     method: str, drafted: int, blocks: int, positions: int | None
 ) -> None:
     """Including its last drafts, whatever the engine drafts by default; one more token is rejected."""
@@ -735,7 +735,7 @@ def test_a_cache_without_room_for_a_prompt_is_refused() -> None:
         Engine(runner_of(), EngineSettings(blocks=1), config_from({"method": "mtp_tree", "tree": [4, 4, 2]}))
 
 
-def test_a_cache_takes_a_share_of_a_gpus_free_memory_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_cache_takes_a_share_of_free_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * 2**30, 80 * 2**30))
     assert default_cache_gib(torch.device("cuda")) == pytest.approx(0.8 * 70)
     assert default_cache_gib(torch.device("cpu")) == 4
@@ -790,7 +790,7 @@ def check_errors(wanted: list[Request], answers: list[list[int]], bad: set[int],
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_a_request_that_fails_is_the_only_one(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_request_does_not_fail_others(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of seven always raise, even when alone."""
     bad = set[int]() if where == "a text that joins" else {1, 5}  # a lone one joins no group
     requests = seven("mtp")
@@ -799,7 +799,7 @@ def test_a_request_that_fails_is_the_only_one(where: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("method", tiered(METHODS, ("mtp", "draft_model")))
-def test_an_error_that_passes_costs_no_token(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transient_error_costs_no_token(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fifth prefill raises once, and so does the fifth step, whichever sequences are in it."""
     requests = seven(method)
     for where in ("the rows of a prompt", "a step"):

@@ -29,7 +29,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @torch.inference_mode()
-def test_few_rows_are_what_megatrons_layer_makes_of_them(
+def test_few_rows_match_megatrons_expert_layer(
     router: str, dtype: torch.dtype, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By gathering the experts' weights, and by running all experts; also in parts of the weights."""
@@ -80,7 +80,7 @@ def static_experts_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("static_experts_everywhere")
 @pytest.mark.parametrize("kind", tiered([*KINDS, "mla", "mla-moe"], ("gqa", "mla-moe")))
 @torch.inference_mode()
-def test_a_step_of_every_kind_of_model_reads_nothing_back(kind: str) -> None:
+def test_a_step_never_synchronizes_with_the_host(kind: str) -> None:
     assert Runner(model_of(kind)).recordable
     two_steps(kind)
 
@@ -114,7 +114,7 @@ def test_launches_of_a_layer(
 
 @pytest.mark.parametrize("kind", ["moe", "mla-moe"])
 @torch.inference_mode()
-def test_megatrons_experts_read_back(kind: str) -> None:
+def test_megatrons_experts_synchronize_with_the_host(kind: str) -> None:
     assert not Runner(model_of(kind)).recordable
     with pytest.raises(DataDependentOutputException):
         two_steps(kind)

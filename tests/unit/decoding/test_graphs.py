@@ -208,7 +208,7 @@ def test_repeated_steps_emit_what_plain_decoding_does(method: str, count: int, r
 
 
 @pytest.mark.parametrize("kind", tiered(["bias-ungated-qknorm", "moe", "mla", "mla-moe"], ("moe", "mla")))
-def test_repeated_steps_of_other_layers_than_the_short_ones(
+def test_repeated_steps_with_megatrons_own_layers_match(
     kind: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Megatron's own layers, with few rows through experts and with cached latents; a second request too."""
@@ -266,7 +266,7 @@ def test_repeated_steps_see_where_the_thinking_phase_begins_and_ends(request: py
     assert Counted.replays > 10
 
 
-def test_another_small_model_is_captured_again(request: pytest.FixtureRequest) -> None:
+def test_a_different_draft_model_is_captured_again(request: pytest.FixtureRequest) -> None:
     target, settings = Runner(model_of("gqa"), vocab_size=3), settings_of("draft_model", 2)
     drafters = [Runner(model_of(kind), vocab_size=3) for kind in ("mha-tied-layernorm", "gqa", "mha-tied-layernorm")]
     asked = [([[0, 1, 2]] * 2, 20, Sampling(2.0), settings, None, (), drafter) for drafter in drafters]
@@ -367,7 +367,7 @@ def test_another_method_and_other_sampling_have_graphs_of_their_own(request: pyt
 
 @pytest.mark.usefixtures("narrow_windows")
 @pytest.mark.parametrize("method", tiered(["mtp", "mtp_eagle", "mtp_tree", "draft_model", "ngram", "plain"], ("mtp",)))
-def test_a_text_that_outgrows_its_window_has_a_graph_for_the_next(method: str, request: pytest.FixtureRequest) -> None:
+def test_a_sequence_that_outgrows_its_window_gets_another_graph(method: str, request: pytest.FixtureRequest) -> None:
     target, prompts = runner_of(), prompts_of(2)
     count, drafter = 0 if method == "plain" else 2, drafter_of(method)
     answers, recorded = generate(target, prompts, 90).token_ids, list[int]()
@@ -381,7 +381,7 @@ def test_a_text_that_outgrows_its_window_has_a_graph_for_the_next(method: str, r
 
 
 @pytest.mark.usefixtures("narrow_windows")
-def test_memory_has_a_bound(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def test_kept_graphs_and_batches_are_limited(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """The least recently used graphs and batches are dropped, and recreated when needed."""
     target, settings = runner_of(), settings_of("mtp", 2)
     answers = {batch: generate(target, prompts_of(batch), 60).token_ids for batch in (1, 2, 3)}
@@ -396,7 +396,7 @@ def test_memory_has_a_bound(monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     assert target.kept.settings.running == 3
 
 
-def test_a_request_that_does_not_fit_gets_larger_memory(request: pytest.FixtureRequest) -> None:
+def test_a_longer_request_gets_larger_memory(request: pytest.FixtureRequest) -> None:
     target, prompts = runner_of(), prompts_of(2)
     target.positions = 40
     short = generate(target, prompts, 20).token_ids
@@ -441,7 +441,7 @@ def test_a_step_that_fails_leaves_no_memory_behind(request: pytest.FixtureReques
     assert target.kept is None
 
 
-def test_a_request_within_another_has_memory_of_its_own(request: pytest.FixtureRequest) -> None:
+def test_a_nested_request_has_its_own_memory(request: pytest.FixtureRequest) -> None:
     target, prompts = runner_of(), prompts_of(2)
     answers, others = generate(target, prompts, 20).token_ids, generate(target, prompts_of(2, seed=8), 20).token_ids
     request.getfixturevalue("on_tape")
@@ -515,7 +515,7 @@ def test_automatic_k_has_a_graph_for_every_k(
     assert Counted.replays > 100
 
 
-def test_automatic_k_learns_from_steady_steps_alone(request: pytest.FixtureRequest) -> None:
+def test_automatic_k_learns_only_from_replayed_steps(request: pytest.FixtureRequest) -> None:
     """Capturing takes much longer than the captured step."""
     target, prompts = runner_of(), prompts_of(3)
     request.getfixturevalue("on_tape")
@@ -579,7 +579,7 @@ def test_the_graphs_of_a_batch_share_their_memory(monkeypatch: pytest.MonkeyPatc
     assert pools == [None, (0, 7), (0, 7)]
 
 
-def test_a_device_that_refuses_to_record_decodes_all_the_same(
+def test_decoding_works_on_a_device_that_cannot_capture_graphs(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only the first of several batches tries; half of the step had run when it failed."""

@@ -115,7 +115,7 @@ def test_drafts_are_the_training_forwards(pattern: str, architecture: str, monke
 
 @every_pattern
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.matrix), 4])
-def test_identity(pattern: str, batch: int) -> None:
+def test_drafting_never_changes_the_tokens(pattern: str, batch: int) -> None:
     """ID: drafts do not change the tokens, accepted or not."""
     target, prompts = runner_of(pattern), prompts_of(batch)
     answers = plain(target, prompts, 40)
@@ -129,7 +129,7 @@ def test_identity(pattern: str, batch: int) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("pattern", ["M-M-/M-/M-", "G-G-/G-/G-", "M*E-/M*/M*", "*-*-/*-/*-"])
-def test_identity_over_2000_tokens(pattern: str) -> None:
+def test_drafting_never_changes_the_tokens_over_2000_tokens(pattern: str) -> None:
     """Eight sequences of 250 tokens, during which states roll back and absorb rows many times."""
     target, prompts = runner_of(pattern), prompts_of(8)
     answers = plain(target, prompts, 250)
@@ -152,7 +152,7 @@ def test_a_hybrid_drafts_for_another_model(pattern: str) -> None:
     assert drawn.stats.accepted_per_position == [1.0] * 4
 
 
-def test_lookahead_and_trees_where_nothing_is_recurrent() -> None:
+def test_lookahead_and_trees_work_without_recurrent_layers() -> None:
     target, prompts = runner_of("*-*-/*-"), prompts_of(4)
     answers = plain(target, prompts, 40)
     for settings in ({"method": "lookahead"}, {"method": "mtp_tree", "tree": [3, 2]}):
@@ -274,7 +274,9 @@ def test_caches_along_a_text_are_those_of_a_fresh_prefill(pattern: str, settings
 @pytest.mark.matrix
 @all_kinds
 @pytest.mark.parametrize("method", tiered(["mtp", "parallel_heads"], ("mtp",)))
-def test_depths_may_be_asked_for_in_turns(pattern: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_depths_may_change_between_steps(
+    pattern: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As with automatic K: only depth 1 for longer than states can roll back, then both, and none for as long."""
     target = runner_of(pattern, architecture="parallel" if method == "parallel_heads" else "sequential")
     prompts, asked = prompts_of(3), [*[1] * 70, 2, 2, *[0] * 70, 2, 1, 2, 2]
@@ -288,7 +290,7 @@ def test_depths_may_be_asked_for_in_turns(pattern: str, method: str, monkeypatch
 
 @all_kinds
 @pytest.mark.parametrize("method", tiered(["mtp_eagle", "draft_model", "ngram"], ("ngram",)))
-def test_a_text_gains_16_tokens_a_step_and_its_neighbor_one(
+def test_sequences_of_a_batch_may_accept_16_tokens_and_1(
     pattern: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest possible rollback, at any slot: after 15 drafts that ran one by one."""
@@ -342,7 +344,7 @@ def test_the_size_of_chunks_and_pieces_changes_nothing(pattern: str, monkeypatch
             assert run(target, prompts, 60, settings, settings and wanted)[0].token_ids == wanted
 
 
-def test_what_is_remembered_does_not_grow_with_the_text() -> None:
+def test_recurrent_state_does_not_grow_with_the_sequence() -> None:
     target, sizes = runner_of("M-G-"), []
     for new in (10, 300):
         recurrence = run(target, [[1, 2, 3]], new, None)[0].memory.cache.recurrence
@@ -364,13 +366,13 @@ def test_what_is_remembered_does_not_grow_with_the_text() -> None:
         ("*-*-/G-", "mtp_beam", "MTP layers"),
     ],
 )
-def test_branches_are_refused_in_one_sentence(pattern: str, method: str, part: str) -> None:
+def test_methods_with_branches_are_rejected_for_recurrent_models(pattern: str, method: str, part: str) -> None:
     said = f"'{method}' runs rows that branch off, .* this model's {part} do not allow; choose mtp"
     with pytest.raises(ValueError, match=said):
         make_method(runner_of(pattern), config_from({"method": method}), Sampling())
 
 
-def test_branches_of_anybody_else_end_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_branches_of_an_external_proposer_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """An external proposer that does not declare what it drafts."""
     target = runner_of("M-")
     parents_BN = torch.zeros(1, 2, dtype=torch.long).cuda()
@@ -384,7 +386,7 @@ def test_branches_of_anybody_else_end_in_a_sentence(monkeypatch: pytest.MonkeyPa
         run(target, [[1]], 4, {"method": "plain", "num_speculative_tokens": 1})
 
 
-def test_depths_of_attention_may_do_more_than_a_recurrent_trunk() -> None:
+def test_attention_mtp_layers_may_branch_behind_a_recurrent_trunk() -> None:
     target, prompts = runner_of("M-G-/*-/*-"), prompts_of(3)
     answers = plain(target, prompts, 40)
     settings = {"method": "mtp_beam", "num_speculative_tokens": 2}

@@ -70,18 +70,18 @@ def day_of(patterns: list[str]) -> st.SearchStrategy[tuple[str, Any]]:
 
 @settings(max_examples=8, **QUIET)
 @given(day_of([*METHODS][:3]))
-def test_tokens_are_those_of_generate_whatever_comes_when(case: Any) -> None:
+def test_tokens_match_generate_for_any_arrival_order(case: Any) -> None:
     check_day(case[1], runner_of(case[0]), runner_of("M-*G"))
 
 
 @pytest.mark.matrix
 @settings(max_examples=80, **QUIET)
 @given(day_of([*METHODS]))
-def test_tokens_are_those_of_generate_in_many_more_cases(case: Any) -> None:
+def test_tokens_match_generate_in_many_more_cases(case: Any) -> None:
     check_day(case[1], runner_of(case[0]), runner_of("M-*G"))
 
 
-def test_texts_that_come_one_by_one_find_no_state_of_another() -> None:
+def test_consecutive_sequences_do_not_share_recurrent_state() -> None:
     """One slot, one entry; prompts with more rows than compiled code takes, and with fewer."""
     engine = engine_of("M-*-/M-/M-/M-", running=1)
     for prompt in (PIECES[0] + PIECES[1], PIECES[2], [5], PIECES[1]):
@@ -119,7 +119,7 @@ FAR = config_from({"method": "mtp_eagle", "num_speculative_tokens": 15})
 """Drafts that end 13 rows after the sequence, so that the next rows roll back 13."""
 
 
-def test_a_sequence_far_behind_does_not_roll_back_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_with_a_lagging_drafter_does_not_roll_back_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its drafter has paused for 30 tokens when two sequences join, whose states have absorbed all but 20 rows."""
     rests = [True]
     monkeypatch.setattr(DecodeBatch, "choose", lambda self: 0 if rests[0] else self.method.count)

@@ -78,7 +78,7 @@ def prompts_of_few(batch: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("tau", [0.3, 0.8])
-def test_what_joint_accepts_is_the_longest_prefix_above_tau(tau: float) -> None:
+def test_joint_accepts_the_longest_prefix_above_tau(tau: float) -> None:
     """p > tau q holds for all that a step accepts, and for no longer prefix of its draft."""
     target, small = (Runner(model_of(kind), vocab_size=TOKENS) for kind in (TARGET, SMALL))
     twin, sampling, seen = model_of(TARGET), Sampling(1.5), list[Update]()
@@ -125,7 +125,9 @@ def test_samples_without_replacement() -> None:
         ({**BEAM, "beam_width": 2, "num_speculative_tokens": 2, "verifier": "bild"}, 3, "give beam_width 1, or choose"),
     ],
 )
-def test_what_does_not_go_together_is_refused(config: dict[str, Any], vocab_size: int, said: str) -> None:
+def test_incompatible_settings_of_joint_decoding_are_rejected(
+    config: dict[str, Any], vocab_size: int, said: str
+) -> None:
     target, small = runner_of(TARGET), runner_of(SMALL)
     target.vocab_size = small.vocab_size = vocab_size
     with pytest.raises(ValueError, match=said):

@@ -28,7 +28,7 @@ def scattered(seed: int = 1) -> BlockTables:
     return BlockTables(table_BL, TEXTS * pages + 1, SIZE)
 
 
-def test_a_table_by_hand() -> None:
+def test_block_tables_match_a_hand_computed_example() -> None:
     """The example of block_tables.py: slots 0 .. 3 are in block 5, slots 4 .. 7 in block 2."""
     pages, memory = BlockTables(torch.tensor([[5, 2, 0]]), 6, 4), torch.zeros(6, 1, 4, 1)
     write_rows(memory, torch.arange(1.0, 9).view(1, 1, 8, 1), pages.places(torch.arange(8).unsqueeze(0)))
@@ -38,7 +38,7 @@ def test_a_table_by_hand() -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 2])
-def test_rows_that_are_written_and_moved_are_those_of_runs_of_slots(heads: int) -> None:
+def test_scattered_blocks_hold_the_same_rows_as_contiguous_slots(heads: int) -> None:
     generator = torch.Generator().manual_seed(2)
     for pages in (scattered(), scattered(5)):
         both = [(KVCache(1, tables), tables) for tables in (runs(TEXTS, SLOTS), pages)]
@@ -80,7 +80,7 @@ def forwards(tables: BlockTables) -> Iterator[tuple[Tensor, Rows]]:
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 @pytest.mark.parametrize("is_compiled", [True, False])
 @torch.inference_mode()
-def test_forwards_through_tables_are_bit_for_bit_those_of_runs_of_slots(
+def test_forward_passes_through_block_tables_are_bit_identical(
     kind: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_compiled:
@@ -101,9 +101,7 @@ def test_forwards_through_tables_are_bit_for_bit_those_of_runs_of_slots(
 
 @pytest.mark.parametrize("kind", ["gqa", "mla", "moe", "bias-ungated-qknorm"])
 @torch.inference_mode()
-def test_rows_that_run_without_their_padding_are_those_that_run_with_it(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_without_padding_match_rows_with_padding(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of 30, 7 and 20 rows, of which the last starts at slot 5."""
     monkeypatch.setenv("MEGATRON_MTP_COMPILED", "0")
     runner, pages = Runner(model_of(kind, 1, torch.float32)), scattered()
@@ -126,7 +124,7 @@ def test_rows_that_run_without_their_padding_are_those_that_run_with_it(
         torch.testing.assert_close(one, other)
 
 
-def test_rows_in_the_place_of_padding_leave_other_blocks_alone() -> None:
+def test_rows_in_place_of_padding_do_not_change_other_blocks() -> None:
     """All scratch slots are in block 0."""
     pages, cache = scattered(), torch.zeros(TEXTS * SLOTS // SIZE + 1, 1, SIZE, 2)
     write_rows(cache, torch.ones(TEXTS, 1, 2, 2), pages.places(torch.full((TEXTS, 2), pages.capacity)))
@@ -164,7 +162,7 @@ def test_blocks_freed_first_are_reused_first_and_prefixes_stay_longest() -> None
     assert pool.find(tokens).blocks == [first]
 
 
-def test_too_few_blocks_give_none() -> None:
+def test_too_few_free_blocks_allocate_none() -> None:
     pool, held = BlockManager(3, 4, 0), BlockTable()
     assert pool.extend(held, 13) is None
     assert held.blocks == []

@@ -13,7 +13,7 @@ from megatron_mtp.decoding.verifiers import JointSettings
 from megatron_mtp.spec import registry
 
 
-def test_vllms_form() -> None:
+def test_vllms_config_format_is_parsed() -> None:
     config = parse_config('{"method": "mtp", "num_speculative_tokens": 2}')
     assert config == SpeculativeConfig("mtp", 2)
     assert parse_config('{"method": "mtp_tree", "tree": [4, 2]}').settings == TreeSettings(tree=(4, 2))
@@ -40,7 +40,7 @@ def test_vllms_form() -> None:
         ),
     ],
 )
-def test_vllms_names_mean_ours(given: str, meant: dict[str, Any]) -> None:
+def test_vllms_method_names_map_to_ours(given: str, meant: dict[str, Any]) -> None:
     assert parse_config(given) == config_from(meant | {"num_speculative_tokens": 1})
 
 
@@ -54,7 +54,7 @@ def test_vllms_names_mean_ours(given: str, meant: dict[str, Any]) -> None:
         ("quantization", "fp8", "give null"),
     ],
 )
-def test_what_vllm_does_and_this_does_not_is_refused(key: str, value: object, said: str) -> None:
+def test_unsupported_keys_of_vllm_are_rejected(key: str, value: object, said: str) -> None:
     with pytest.raises(ValueError, match="speculative config: " + key) as error:
         config_from({"method": "mtp", key: value})
     assert said in str(error.value)
@@ -120,14 +120,14 @@ def test_what_is_left_out_is_the_default() -> None:
         ),
     ],
 )
-def test_bad_input_is_told_what_exists(text: str, said: str) -> None:
+def test_a_bad_config_is_rejected_with_the_valid_choices(text: str, said: str) -> None:
     with pytest.raises(ValueError, match="speculative") as error:
         parse_config(text)
     assert said in str(error.value)
 
 
 @pytest.mark.parametrize("method", ["eagle3", "dflash", "mtp"])
-def test_a_folder_with_a_drafter_is_attached_by_another_command(method: str) -> None:
+def test_a_drafter_folder_is_rejected_with_attach_drafter_as_the_fix(method: str) -> None:
     """In vLLM's own command line, the folder is the method's model."""
     with pytest.raises(ValueError, match=f"'{method}' drafts with what the checkpoint .*attach-drafter"):
         config_from({"method": method, "model": "folder", "num_speculative_tokens": 3})
@@ -151,7 +151,7 @@ def test_rules_that_change_the_distribution_are_known() -> None:
     ]
 
 
-def test_a_config_of_our_names_asks_no_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_with_our_names_looks_up_no_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking up entry points takes as long as many steps of a small model, and every request creates a config."""
     monkeypatch.setattr(registry, "_points", lambda group: pytest.fail("looked for entry points"))
     config = config_from({"method": "ngram", "verifier": "joint", "threshold": 0.2})

@@ -90,7 +90,7 @@ def test_min_p_keeps_the_joint_distribution(verifier: str, children: tuple[int, 
 
 
 @pytest.mark.matrix
-def test_the_chi_square_sees_min_p_on_one_side_alone() -> None:
+def test_the_chi_square_test_detects_min_p_on_only_one_side() -> None:
     """A drafter that reports its distribution after min-p, but samples before it."""
     plain = sampled_tree(CHAIN, SAMPLES)
     reported = sampled_tree(CHAIN, SAMPLES, drafter=processed(DRAFTER, MIN_P)).probs_BNV
@@ -192,7 +192,7 @@ def top_k_scored_with_q(children: tuple[int, ...], batch: int) -> Draft:
     ),
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_the_chi_square_sees_wrong_rules(rule: object, make: object, children: tuple[int, ...]) -> None:
+def test_the_chi_square_test_detects_wrong_rules(rule: object, make: object, children: tuple[int, ...]) -> None:
     samples = 500_000 if rule is block_that_forgets_pi else SAMPLES  # the rule closest to correct
     assert fit(rule, make, children, samples) < LEVEL  # type: ignore[arg-type]
 

@@ -122,7 +122,7 @@ def made_by(runner: Runner, given: list[Request]) -> list[tuple[list[int], list[
 
 
 @pytest.mark.parametrize("choice", tiered(["finish", "restart"], ("restart",)))
-def test_every_request_is_of_one_version_and_as_alone(versions: Versions, choice: str) -> None:
+def test_every_request_uses_one_version_of_the_weights(versions: Versions, choice: str) -> None:
     engine, given = engine_of(versions.runner(0)), requests()
     for request in given:
         engine.add(request)
@@ -177,7 +177,7 @@ def test_a_models_own_export_updates_another(versions: Versions) -> None:
     assert generate(old, [prompt], 8).token_ids != generate(new, [prompt], 8).token_ids
 
 
-def test_what_is_no_update_is_refused(versions: Versions) -> None:
+def test_invalid_weight_updates_are_rejected(versions: Versions) -> None:
     engine = engine_of(versions.runner(0))
     with pytest.raises(ValueError, match="running is 'kill'; give finish or restart or abort"):
         update_weights(engine, [], "kill")
@@ -243,7 +243,7 @@ def streamed(server: Running) -> Iterator[list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("versions", ["mimo"], indirect=True)
 @pytest.mark.parametrize(("choice", "reason"), [("finish", "length"), ("abort", "abort")])
-def test_a_server_delivers_what_an_update_ends(versions: Versions, choice: str, reason: str) -> None:
+def test_a_server_delivers_requests_that_an_update_ends(versions: Versions, choice: str, reason: str) -> None:
     old, new = (generate(versions.runner(version), PROMPTS, 40, speculative=DRAFTING).token_ids for version in (0, 1))
     engine = Engine(versions.runner(0), EngineSettings(running=2, blocks=256, block_size=16), DRAFTING)
     with running(engine, Codec(None)) as server:

@@ -56,7 +56,7 @@ def test_loss_and_gradients_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("drafted", tiered([None, DRAFTED], (DRAFTED,)), ids=["all", "drafted"])
-def test_dpace_weighs_the_drafts_of_each_block_by_how_many_it_has_accepted(drafted: list[int] | None) -> None:
+def test_dpace_weights_drafts_by_the_accepted_drafts_of_their_block(drafted: list[int] | None) -> None:
     """Blocks at a document's end count, and blocks with a label outside the draft vocabulary count up to it."""
     ours, expected, found, wanted = losses(drafter_model("dflash", drafted), "dflash", blocks=5, is_paced=True)
     torch.testing.assert_close(ours, expected, rtol=5e-7, atol=0)
@@ -80,7 +80,7 @@ def test_features_of_other_positions_or_layers_are_seen(wrong: Callable[[list[Te
     assert abs(ours - expected) / expected > 1e-3
 
 
-def test_a_block_that_sees_another_block_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_to_another_block_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: all rows of a call form one block."""
     apart = torch.arange
 
@@ -100,7 +100,7 @@ def test_a_block_that_sees_another_block_is_seen(monkeypatch: pytest.MonkeyPatch
     assert abs(ours - expected) / expected > 1e-3
 
 
-def test_a_block_that_sees_its_future_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_to_the_future_of_a_block_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = BlockAttention.forward
 
     def unmasked(self: BlockAttention, *args: Any, **named: Any) -> Tensor:
@@ -143,7 +143,7 @@ def test_a_block_sees_the_positions_of_its_packed_document_alone(kind: str) -> N
         torch.testing.assert_close(loss_of_last(model, kind, [before, last]), expected, rtol=1e-6, atol=0)
 
 
-def test_a_ranks_blocks_begin_at_its_own_positions_and_count_for_all() -> None:
+def test_blocks_of_a_rank_start_at_its_own_positions() -> None:
     whole = make_batch(DRAFTS)["depths"]
     of_ranks = [with_blocks(whole.at(torch.arange(first, LENGTH, 2)), 5, (3, 4), LENGTH) for first in (0, 1)]
     begun = [part.positions_S[part.blocks_A] for part in of_ranks]
@@ -201,7 +201,7 @@ def test_flags_of_other_drafters_are_refused(given: dict[str, Any], said: str) -
 
 
 @pytest.mark.parametrize(("progress", "share"), [(0.0, 1.0), (0.3, 0.7), (1.0, 0.0), (1.2, 0.0)])
-def test_the_share_of_dominos_rows_falls_over_the_run(progress: float, share: float) -> None:
+def test_dominos_base_share_decays_to_0_over_the_run(progress: float, share: float) -> None:
     """From 1 to 0 over the run; an evaluation measures the actual drafts, with the bias."""
     settings = MTPConfig(**KINDS["domino"])
     assert base_share(settings, progress) == pytest.approx(share)

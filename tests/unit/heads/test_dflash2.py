@@ -102,7 +102,7 @@ def test_a_convolution_adds_the_row_before_within_each_block() -> None:
 
 
 @torch.no_grad()
-def test_what_a_row_adds_to_its_kernel_is_that_of_16_channels() -> None:
+def test_a_row_adds_one_kernel_offset_per_16_channels() -> None:
     """Outputs of the projection: side by side, then tap by tap, then group by group."""
     conv = Convolution(transformer_config(None, hidden_size=32))
     conv.rows = 2
@@ -149,7 +149,7 @@ def plain_loss(states_DNX: Tensor, weight_VH: Tensor, bias_VR: Tensor, labels_DN
     return torch.stack(found).view_as(labels_DN), lost
 
 
-def test_the_loss_of_the_choice_is_that_of_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_selector_loss_matches_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and gradients, in float32; rows that do not count have no gradient, and the head has none at all."""
     monkeypatch.setattr("megatron_mtp.losses.selector.ROWS_AT_ONCE", 7)
     generator = torch.Generator().manual_seed(4)
@@ -171,7 +171,7 @@ def test_the_loss_of_the_choice_is_that_of_the_definition(monkeypatch: pytest.Mo
         assert right.abs().max() > 0.1
 
 
-def test_a_label_takes_the_place_of_the_weakest_candidate() -> None:
+def test_a_label_replaces_the_weakest_candidate() -> None:
     """The label 4 is compared with 7 and 2; the logits are 0.5 of token 7, -0.5 of 2, and 0.25 of 4."""
     logits_V = torch.tensor([0.0, 0.0, -0.5, 0.0, 0.25, -9.0, 0.0, 0.5]).cuda()
     head = head_of(logits_V.unsqueeze(1), torch.zeros(8, 1).cuda())
@@ -184,7 +184,7 @@ def test_a_label_takes_the_place_of_the_weakest_candidate() -> None:
     torch.testing.assert_close(loss.cpu(), wanted)
 
 
-def test_rows_that_pad_the_vocabulary_are_no_candidates() -> None:
+def test_vocabulary_padding_is_never_a_candidate() -> None:
     """The head has four rows for three tokens; the fourth row has the largest logit."""
     vocabulary = Vocabulary(4, tokens=3)
     assert vocabulary.largest(torch.tensor([[0.0, 5.0, 1.0, 9.0]]), 2).tolist() == [[1, 2]]

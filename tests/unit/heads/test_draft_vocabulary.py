@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 DRAFTED = [2, 3, 5, 17, 40, 41, 77, 95]
 
 
-def test_rows_of_two_slices_by_hand() -> None:
+def test_draft_rows_of_two_ranks_match_a_hand_computed_example() -> None:
     """The example of model/draft_vocabulary.py: vocabulary 0 .. 7, draft vocabulary 1 2 6."""
     first, second = (DraftVocabulary(torch.tensor([1, 2, 6]), 4, 2, rank) for rank in (0, 1))
     assert (first.rows_K.tolist(), first.first) == ([1, 2], 0)
@@ -59,7 +59,7 @@ def test_the_map_is_saved_with_the_depths_and_loaded(lacks: bool, tmp_path: Path
     assert DRAFT_VOCABULARY in loading.sharded_state_dict()
 
 
-def test_rows_that_are_not_drafted_learn_of_the_trunk_alone() -> None:
+def test_undrafted_rows_get_gradients_only_from_the_trunk_loss() -> None:
     model, batch = our_model(2, drafted=DRAFTED), make_batch(2)
     hidden_SBH = trunk_states(model, batch["tokens"])
     made = mtp_loss(hidden_SBH, model, batch["tokens"], batch["labels"], batch["loss_mask"])
@@ -85,7 +85,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_drafts_are_of_the_map_and_the_text_is_the_trunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_use_the_draft_vocabulary_and_output_is_unchanged(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, settings = METHODS[name]
     target, prompts = Runner(model_of(kind, drafted=DRAFTED)), prompts_of(4)
     drafts: list[int] = []
@@ -122,7 +122,7 @@ def test_sampled_texts_keep_the_targets_distribution(name: str) -> None:
     assert p_value_of(SAMPLED[name], drafted=[0, 2]) > 0.001
 
 
-def test_a_draft_head_is_the_rows_of_the_whole_one() -> None:
+def test_a_draft_head_is_a_subset_of_the_head_rows() -> None:
     target = Runner(model_of("gqa", drafted=DRAFTED), vocab_size=90)
     states_SBH = torch.randn(3, 2, target.hidden_size, generator=torch.Generator().manual_seed(1)).to(
         "cuda", target.dtype
@@ -141,7 +141,7 @@ def test_a_file_of_ids_in_any_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("listed", [[7, 2, 5], torch.tensor([7, 2, 5]), torch.tensor([7, 2, 5], dtype=torch.int32)])
-def test_a_token_map_that_begins_with_the_most_frequent(listed: object, tmp_path: Path) -> None:
+def test_a_token_map_of_fr_spec_is_read(listed: object, tmp_path: Path) -> None:
     """FR-Spec publishes Python lists, saved by torch."""
     torch.save(listed, tmp_path / "freq.pt")
     assert tokens_of_file(tmp_path / "freq.pt", 8) == [2, 5, 7]

@@ -179,7 +179,7 @@ def test_a_checkpoint_of_both_is_read_as_one_of_them() -> None:
         assert alone(one, is_drafter=True) is one
 
 
-def test_a_drafter_beside_mtp_layers_learns_what_it_learns_by_default() -> None:
+def test_a_drafter_beside_mtp_layers_keeps_its_default_loss() -> None:
     given = MTPConfig(drafter="dspark", drafter_steps=3, drafter_blocks=2, mtp_loss="ce", mtp_z_loss=0.1)
     mtp, drafter = given.apart()
     assert mtp == MTPConfig(mtp_loss="ce", mtp_z_loss=0.1)

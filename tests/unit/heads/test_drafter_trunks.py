@@ -176,7 +176,7 @@ def check_drafts(make: Callable[[], LanguageModule], kind: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("trunk", "kind"), tiered(CASES, FIRST))
-def test_drafts_change_no_token_and_are_the_training_forwards(
+def test_drafts_match_the_training_forward_and_change_no_token(
     trunk: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_drafts(lambda: drafting_model(trunk, kind), kind, monkeypatch)
@@ -204,7 +204,7 @@ def test_sampled_texts_have_the_targets_distribution(trunk: str, kind: str) -> N
     assert p_value_of({"method": kind}, pair=pair) > 0.001
 
 
-def test_layers_of_pairs_are_counted_as_the_folders_are() -> None:
+def test_layers_of_pairs_are_counted_as_in_the_folder() -> None:
     """Layer 3 of G-G-*-G- ends with Megatron's sixth; M*EM has four layers."""
     assert attached_of(drafting_model("pairs of delta rule and MLP", "eagle3")).drafter.layers == (2, 4, 6)
     assert attached_of(drafting_model("Mamba", "eagle3")).drafter.layers == (1, 2, 3)

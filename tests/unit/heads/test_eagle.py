@@ -73,12 +73,12 @@ def earlier(states: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("wrong", [before_the_norm, earlier])
-def test_a_state_before_the_norm_or_of_another_position_is_seen(wrong: Callable[[list[Tensor]], Tensor]) -> None:
+def test_a_wrong_state_or_position_is_detected(wrong: Callable[[list[Tensor]], Tensor]) -> None:
     ours, expected, _, _ = losses(eagle_model(), wrong, "eagle", EagleReference)
     assert abs(ours - expected) / expected > 1e-3
 
 
-def test_it_reads_no_inner_layer() -> None:
+def test_eagle_reads_no_inner_layer() -> None:
     kind = DRAFTERS["eagle"]
     assert kind.default_layers(1, None) == ()
     kind.check_layers((), 1)

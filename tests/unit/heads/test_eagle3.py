@@ -93,7 +93,9 @@ def test_loss_and_gradients_of_latent_attention_are_those_of_the_definition(reco
 @pytest.mark.parametrize(
     ("recompute", "most"), [({}, 26), pytest.param(RECOMPUTE, 10, marks=pytest.mark.matrix)], ids=["kept", "recomputed"]
 )
-def test_what_a_further_step_holds(recompute: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_each_further_step_is_bounded(
+    recompute: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In units of a state of all positions: recomputed, a step stores its input, embedding, keys, values and state."""
     monkeypatch.setattr(megatron_single, "LENGTH", 256)
     peaks = []
@@ -129,7 +131,7 @@ def test_features_of_other_positions_or_layers_are_seen(wrong: Callable[[list[Te
     assert abs(ours - expected) / expected > 1e-3
 
 
-def test_a_step_that_sees_its_own_future_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_to_the_future_of_a_step_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     model = drafter_model(DRAFTED)
     attention = model.mtp.layer.tf_layer.self_attention.core_attention
     masked = attention.forward
@@ -142,7 +144,7 @@ def test_a_step_that_sees_its_own_future_is_seen(monkeypatch: pytest.MonkeyPatch
     assert abs(ours - expected) / expected > 1e-3
 
 
-def test_a_new_drafter_begins_with_the_trunks_rows_and_the_trunk_stays_frozen() -> None:
+def test_a_new_drafter_copies_trunk_rows_and_freezes_the_trunk() -> None:
     model = drafter_model(DRAFTED)
     model.mtp.begin_head(attached_of(model).head())
     assert torch.equal(model.mtp.layer.head, attached_of(model).head().weight[DRAFTED])
@@ -150,9 +152,7 @@ def test_a_new_drafter_begins_with_the_trunks_rows_and_the_trunk_stays_frozen() 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_new_drafter_begins_with_the_rows_of_all_tensor_parallel_ranks(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_drafter_copies_rows_of_all_tensor_parallel_ranks(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, half = drafter_model(DRAFTED), VOCABULARY // 2
     drafted, whole_VH = torch.tensor(DRAFTED, device="cuda"), attached_of(model).head().weight
     slices = [DraftVocabulary(drafted, half, 2, each) for each in (0, 1)]
@@ -202,7 +202,7 @@ def test_a_short_trunk_has_default_layers_or_is_refused() -> None:
         DRAFTERS["dflash"].check_layers(DRAFTERS["dflash"].default_layers(1, 5), 1)
 
 
-def test_weights_fall_by_a_fifth_a_step_and_flags_without_a_drafter_are_refused() -> None:
+def test_step_weights_decay_by_a_fifth_and_stray_flags_are_rejected() -> None:
     assert depth_weights(MTPConfig(drafter="eagle3"), 3, 1.0) == pytest.approx([1, 0.8, 0.64])
     with pytest.raises(ValueError, match=r"given without --drafter; give --drafter .* or drop it"):
         MTPConfig(drafter_steps=3)

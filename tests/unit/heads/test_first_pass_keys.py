@@ -147,7 +147,7 @@ def gradients(model: GPTModel, states: list[Tensor], hidden_SBH: Tensor) -> dict
     ],
     ids=["gqa", "gqa-full", "gqa-core", "latent", "latent-full", "latent-selective"],
 )
-def test_seven_passes_are_those_of_the_reference(kind: dict[str, Any], recomputes: dict[str, Any]) -> None:
+def test_seven_passes_match_the_reference(kind: dict[str, Any], recomputes: dict[str, Any]) -> None:
     """Pass d at i: a query at position i + d - 1, over the keys of pass 1 at 0 .. i."""
     model = our_model(PASSES, **FIRST_PASS, **kind, **recomputes).train()
     hidden_SBH, tokens_DBS = inputs()
@@ -186,7 +186,7 @@ def test_seven_recomputed_passes_take_at_most_twice_the_memory_of_one(kind: dict
     assert bytes_held(PASSES, **kind) > 4 * one
 
 
-def test_nothing_is_kept_after_a_forward() -> None:
+def test_no_keys_are_kept_after_a_forward_pass() -> None:
     model = our_model(2, **FIRST_PASS)
     hidden_SBH, tokens_DBS = inputs()
     first, second = (block_states(model, hidden_SBH, tokens_DBS[:2]) for _ in range(2))

@@ -128,7 +128,7 @@ def test_loss_and_gradients_are_those_of_the_definition(blocks: int | None, draf
         torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=3e-7 * gradient.abs().max().item())
 
 
-def test_a_window_a_normed_residual_and_no_mask() -> None:
+def test_a_window_and_a_normed_residual_match_the_definition() -> None:
     """The window is counted from a mask's own position; without a given mask, attention is causal."""
     model = drafter_model(drafter_window_size=4, drafter_norm_before_residual=1)
     ours, expected, _, _ = losses(model, has_mask=False, window=4, before=True)
@@ -144,7 +144,7 @@ def test_features_of_other_positions_are_seen() -> None:
     assert abs(ours - expected) / expected > 1e-3
 
 
-def test_masks_that_see_later_ones_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_causal_mask_attention_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: masks of a block attend to each other in both directions."""
     made = TextAndMasks.__init__
 

@@ -95,7 +95,7 @@ def losses_of_folder(folder: Path, kind: str, tokens_S: Tensor, states: dict[int
 
 @pytest.mark.parametrize("what", CASES)
 @torch.no_grad()
-def test_a_continued_drafter_is_the_one_of_the_folder(what: str, trunk: Path, tmp_path: Path) -> None:
+def test_a_continued_drafter_matches_its_folder(what: str, trunk: Path, tmp_path: Path) -> None:
     """Its first step has the loss that plain torch computes from the folder; its export has equal keys and tensors."""
     name = CASES[what]
     folder, _ = make_drafter(tmp_path, name, trunk)
@@ -128,7 +128,7 @@ LOST: dict[str, tuple[Change, dict[str, object]]] = {
 
 @pytest.mark.parametrize("what", LOST)
 @torch.no_grad()
-def test_what_is_lost_is_seen(what: str, trunk: Path, tmp_path: Path) -> None:
+def test_a_modified_drafter_folder_is_detected(what: str, trunk: Path, tmp_path: Path) -> None:
     """Planted: the loss of a modified folder differs from that of the checkpoint."""
     name = CASES[what]
     folder, saved = make_drafter(tmp_path, name, trunk)
@@ -141,7 +141,7 @@ def test_what_is_lost_is_seen(what: str, trunk: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dspark", "dflash2", "domino"])
-def test_a_block_drafter_begins_with_the_backbone_of_a_dflash_drafter(kind: str, trunk: Path, tmp_path: Path) -> None:
+def test_a_block_drafter_can_start_from_a_dflash_backbone(kind: str, trunk: Path, tmp_path: Path) -> None:
     """Its weights equal the folder's bit by bit. What DSpark and DFlash2 add is initially 0, so they draft the same."""
     folder, saved = make_drafter(tmp_path, "dflash-windows", trunk)
     plan_attaching_drafter(trunk, folder, as_kind=kind).write(tmp_path / "begun", QUIET)
@@ -173,7 +173,7 @@ def test_a_block_drafter_begins_with_the_backbone_of_a_dflash_drafter(kind: str,
         ("dspark-idle", "dflash2", "drafts 33 of 96 tokens, and a DFlash2 drafter drafts from all"),
     ],
 )
-def test_kinds_that_cannot_begin_with_a_folder_are_refused(
+def test_kinds_that_cannot_start_from_a_folder_are_rejected(
     name: str, kind: str, says: str, trunk: Path, tmp_path: Path
 ) -> None:
     folder, _ = make_drafter(tmp_path, name, trunk)

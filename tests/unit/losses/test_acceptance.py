@@ -127,7 +127,7 @@ def test_positions_beyond_the_document_do_not_count(head: Head, garbage: int) ->
     assert counts[3, 1] == 0
 
 
-def test_the_mask_decides_and_not_the_label(head: Head) -> None:
+def test_acceptance_depends_on_the_mask_and_not_on_the_label(head: Head) -> None:
     mask_BS = torch.tensor([[1.0, 1, 0, 1]])  # the label at slot 2 is masked: depth 1 at slot 1, depth 2 at slot 0
     counts = count_acceptance(
         words([0, 1, 2, 0]), [words([1, 2, 0, 0]), words([2, 0, 0, 0])], head, document(1, 4, 2, mask_BS)

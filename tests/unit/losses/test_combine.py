@@ -105,7 +105,7 @@ def test_per_token_gradients_do_not_depend_on_the_cut_into_microbatches() -> Non
         assert torch.allclose(gradient_of_cut(cut, per_token=True), whole)
 
 
-def test_default_gradients_do_depend_on_it() -> None:
+def test_default_gradients_depend_on_the_cut_into_microbatches() -> None:
     """The reason for the per-token mode; if this fails, the test above proves nothing."""
     assert not torch.allclose(gradient_of_cut([5, 7], per_token=False), gradient_of_cut([12], per_token=False))
 

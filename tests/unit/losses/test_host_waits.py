@@ -87,7 +87,7 @@ def test_packed_rows_do_not_wait(padded: bool, monkeypatch: pytest.MonkeyPatch) 
         assert (packed.max_seqlen_q, packed.cu_seqlens_q_padded is not None) == (5, padded)
 
 
-def test_a_wait_is_seen() -> None:
+def test_host_device_synchronization_is_detected() -> None:
     with pretended_cuda() as waits:
         values = on_cuda(torch.arange(4.0))
         values.new_tensor([1.0, 2.0]), values.sum().item(), values[values > 1], values[torch.tensor([1])], values.cpu()

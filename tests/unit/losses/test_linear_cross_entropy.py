@@ -98,7 +98,7 @@ def test_the_comparison_sees_a_wrong_loss(given: str, wrong: TokenLoss, monkeypa
     assert worst(CASE.chunked(config), CASE.plain(config)) > 1e-4
 
 
-def test_a_head_that_is_not_trained_gets_no_gradient_and_the_states_the_same() -> None:
+def test_a_frozen_head_gets_no_gradient_and_states_get_the_same() -> None:
     states, targets, weight_VH, _ = CASE.leaves()
     trained = CASE.chunked(MTPConfig())
     leaves = [state_NH.requires_grad_() for state_NH in states]
@@ -235,7 +235,7 @@ def test_positions_that_count_at_no_depth_cost_no_logits(monkeypatch: pytest.Mon
     assert sorted(rows) == [8, 2 * 7]  # 8 states of the trunk teach 7 positions, at two depths each
 
 
-def test_positions_that_count_have_the_values_gradients_and_outputs_that_they_have_among_all(
+def test_skipping_uncounted_positions_changes_no_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = []

@@ -107,22 +107,20 @@ def test_the_page_has_a_row_for_every_loss() -> None:
     ("name", "needs_teacher", "needs_whole_teacher"),
     [("ce", False, False), ("kd", True, False), ("tv", True, True), ("nla", True, True), ("lk", True, True)],
 )
-def test_a_loss_says_what_it_needs_and_a_mix_what_its_parts_need(
-    name: str, needs_teacher: bool, needs_whole_teacher: bool
-) -> None:
+def test_a_mix_needs_the_same_teacher_as_its_parts(name: str, needs_teacher: bool, needs_whole_teacher: bool) -> None:
     for settings in (MTPConfig(mtp_loss=name), MTPConfig(mtp_loss="mix", mtp_loss_mix=f"{name}=2")):
         made = depth_loss(settings)
         assert (made.needs_teacher, made.needs_whole_teacher) == (needs_teacher, needs_whole_teacher)
 
 
-def test_one_loss_alone_couples_depths_and_it_compares_with_the_trunk() -> None:
+def test_only_e2e_tv_couples_depths_and_it_needs_the_trunk() -> None:
     assert [name for name, loss in LOSSES.items() if loss.couples_depths] == ["e2e_tv"]
     made = depth_loss(MTPConfig(mtp_loss="e2e_tv"))
     assert made.needs_teacher
     assert made.needs_whole_teacher
 
 
-def test_a_part_of_weight_zero_is_no_part() -> None:
+def test_parts_of_a_mix_with_weight_zero_are_ignored() -> None:
     assert not depth_loss(MTPConfig(mtp_loss="mix", mtp_loss_mix="1,0,0")).needs_teacher
     assert not depth_loss(MTPConfig(mtp_loss="mix", mtp_loss_mix="1,0.5,0")).needs_whole_teacher
 
@@ -142,6 +140,6 @@ def test_wrong_weights_are_named_with_the_remedy(given: str) -> None:
     assert str(caught.value).startswith(f"--mtp-loss-mix is '{given}'; ")
 
 
-def test_a_loss_that_there_is_not_is_named_with_those_that_there_are() -> None:
+def test_an_unknown_loss_is_rejected_with_the_list_of_losses() -> None:
     with pytest.raises(ValueError, match=rf"^--mtp-loss is 'mse'; choose one of {', '.join(LOSSES)}\.$"):
         depth_loss(MTPConfig(mtp_loss="mse"))

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 
 @pytest.mark.parametrize("kind", [{}, MOE], ids=["dense", "moe"])
-def test_it_is_the_depths_part_of_a_training_step(kind: dict[str, Any]) -> None:
+def test_mtp_loss_equals_the_mtp_part_of_a_training_step(kind: dict[str, Any]) -> None:
     batch = make_batch(2)
     stepped, called = our_model(2, **kind), our_model(2, **kind)
     called.load_state_dict(stepped.state_dict())
@@ -56,7 +56,7 @@ def test_it_is_the_depths_part_of_a_training_step(kind: dict[str, Any]) -> None:
             assert relative_difference(gradients[name], parameter.grad) < 1e-5, name  # type: ignore[arg-type]
 
 
-def test_of_a_drafter_with_rows_of_its_own_it_is_that_of_a_training_step() -> None:
+def test_mtp_loss_uses_the_draft_head_of_a_drafter() -> None:
     """Regression: it was computed with the trunk's rows of the output head."""
     settings, batch = MTPConfig(drafter="eagle3", mtp_loss="kd"), make_batch(3)
     model = our_model(3, num_layers=5, drafter_layers=(1, 2, 4), drafted=[*range(1, VOCABULARY, 2)])
@@ -71,7 +71,7 @@ def test_of_a_drafter_with_rows_of_its_own_it_is_that_of_a_training_step() -> No
 
 
 @pytest.mark.parametrize("kind", ["dense", "latent", "hybrid"])
-def test_a_row_of_documents_computes_what_they_compute_alone(kind: str) -> None:
+def test_packed_documents_match_separate_documents(kind: str) -> None:
     """Two rows of two documents; attention and recurrent states stop at their ends, and the second row has padding."""
     if kind == "hybrid":
         model: LanguageModule = drafting_hybrid("MG*-/M*-/M*-", torch.float32)

@@ -95,7 +95,7 @@ def test_a_depth_is_compared_with_the_trunk_as_many_positions_later() -> None:
     assert output.loss.item() == pytest.approx((output.main.total + weighted).item())
 
 
-def test_the_trunk_is_a_teacher_and_learns_nothing_of_it() -> None:
+def test_the_trunk_teaches_without_getting_a_gradient() -> None:
     trunk_SBH, depth_hidden, _ = leaves = states()
     output = outcome_of(leaves, **KD, trains_trunk=False)
     output.loss.backward()
@@ -103,7 +103,7 @@ def test_the_trunk_is_a_teacher_and_learns_nothing_of_it() -> None:
     assert all(state.grad is not None for state in depth_hidden)
 
 
-def test_kept_positions_stand_for_all() -> None:
+def test_sums_over_kept_positions_are_scaled_to_all_positions() -> None:
     keep = partial(kept_positions, 0.4, SEED)
     kept = keep(LENGTH)
     assert kept is not None
@@ -169,7 +169,7 @@ def test_soft_labels_of_all_positions_count_whatever_their_label_is(loss: str) -
 
 @pytest.mark.parametrize("keep", [None, partial(kept_positions, 0.5, SEED)], ids=["all", "some"])
 @pytest.mark.parametrize("per_token", [False, True])
-def test_a_chain_counts_where_every_depth_does(per_token: bool, keep: Any) -> None:
+def test_a_chain_counts_only_where_every_depth_counts(per_token: bool, keep: Any) -> None:
     """Positions whose chain leaves its document or meets a masked label count nowhere: sums, tokens, normalizer."""
     kept = {} if keep is None else {"kept_positions": keep}
     output = outcome(depth_loss=depth_loss(MTPConfig(mtp_loss="e2e_tv")), per_token=per_token, **kept)

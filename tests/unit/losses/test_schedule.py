@@ -27,7 +27,7 @@ def test_lambda_is_constant_by_default() -> None:
     assert factors([0, 1000]) == [0.3, 0.3]
 
 
-def test_a_step_comes_after_its_steps() -> None:
+def test_a_step_schedule_changes_lambda_after_its_steps() -> None:
     settings = {"mtp_loss_schedule": "step", "mtp_loss_schedule_steps": 10, "mtp_loss_final_factor": 0.1}
     assert factors([0, 9, 10, 99], **settings) == [0.3, 0.3, 0.1, 0.1]
 
@@ -37,7 +37,7 @@ def test_a_schedule_below_one_is_a_fraction_of_all_steps() -> None:
     assert factors([0, 675, 676, 999], **settings) == [0.3, 0.3, 0.1, 0.1]
 
 
-def test_a_cosine_takes_its_steps() -> None:
+def test_a_cosine_schedule_ends_after_its_steps() -> None:
     settings = {"mtp_loss_schedule": "cosine", "mtp_loss_schedule_steps": 10, "mtp_loss_final_factor": 0.1}
     assert factors([0, 5, 10, 99], **settings) == pytest.approx([0.3, 0.2, 0.1, 0.1])
 
@@ -53,7 +53,7 @@ def test_weights_of_depths_that_a_loss_couples_add_to_lambda() -> None:
     assert depth_weights(MTPConfig(), 4, 0.4, AcceptedLength) == depth_weights(MTPConfig(), 4, 0.4)
 
 
-def test_a_loss_that_weighs_depths_has_no_weights_of_a_drafter_beside_its_own() -> None:
+def test_a_loss_with_its_own_depth_weights_ignores_the_default_ones() -> None:
     assert depth_weights(MTPConfig(drafter="dflash"), 3, 1.0) == pytest.approx([1, 0.607, 0.368], abs=1e-3)
     assert depth_weights(MTPConfig(drafter="dflash"), 3, 1.0, PacedCrossEntropy) == [1, 1, 1]
     given = MTPConfig(drafter="dflash", mtp_loss_weights="1,2,1")
@@ -83,7 +83,7 @@ def test_positions_are_drawn_from_run_and_step_alone() -> None:
         ("ce:0.2,kd:0.5,ce:0.3", [("ce", 0.2), ("kd", 0.5), ("ce", 0.3)]),
     ],
 )
-def test_losses_have_parts_of_the_steps(given: str, parts: list[tuple[str, float]]) -> None:
+def test_a_loss_schedule_is_parsed_into_parts(given: str, parts: list[tuple[str, float]]) -> None:
     assert loss_parts(given) == parts
 
 
@@ -101,7 +101,7 @@ def phases(given: str, steps: int) -> list[int]:
     return [MTPConfig(mtp_loss=given).phase_at(step, steps) for step in range(steps)]
 
 
-def test_a_phase_has_its_part_of_the_steps() -> None:
+def test_a_phase_gets_its_share_of_the_steps() -> None:
     assert phases("kd", 3) == [0, 0, 0]
     assert phases("lk:0.7,e2e_tv:0.3", 10) == [0] * 7 + [1] * 3
     assert phases("lk:0.34,e2e_tv:0.66", 6) == [0, 0, 1, 1, 1, 1]
@@ -147,7 +147,7 @@ def test_a_drafter_beside_mtp_layers_keeps_its_own_loss() -> None:
     assert (of_layers.mtp_loss, of_drafter.mtp_loss) == ("lk:0.7,e2e_tv:0.3", "kd")
 
 
-def test_a_loop_that_knows_no_steps_refuses_a_schedule() -> None:
+def test_a_loop_without_step_numbers_rejects_a_loss_schedule() -> None:
     assert depth_loss(MTPConfig(mtp_loss="kd:1")) == depth_loss(MTPConfig(mtp_loss="kd"))
     with pytest.raises(ValueError, match=r"^--mtp-loss is 'lk:0\.7,e2e_tv:0\.3', .*; give one"):
         depth_loss(MTPConfig(mtp_loss="lk:0.7,e2e_tv:0.3"))
@@ -162,7 +162,7 @@ def test_a_loop_that_knows_no_steps_refuses_a_schedule() -> None:
         ({"skip_train": True, "train_iters": None}, "e2e_tv"),
     ],
 )
-def test_a_forward_step_learns_by_the_loss_of_its_step(
+def test_a_forward_step_uses_the_loss_of_its_phase(
     state: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = SimpleNamespace(mtp_num_layers=2, **{"train_iters": 10, "skip_train": False, **state})

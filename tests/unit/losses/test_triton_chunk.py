@@ -61,12 +61,12 @@ def test_ranks_exchange_once_a_chunk_and_once_more_for_the_overlap(interpreted: 
         assert exchanges == (1 if name.startswith(("ce", "kd")) else 2), name
 
 
-def test_a_logit_is_read_and_written_seldom(interpreted: dict[str, Any]) -> None:
+def test_kernels_move_few_bytes_per_logit(interpreted: dict[str, Any]) -> None:
     for name, moved in interpreted["bytes"].items():
         assert moved <= (8 if name.startswith("ce") else 20), name
 
 
-def test_products_in_half_precision_get_a_gradient_that_is_rounded_once(interpreted: dict[str, Any]) -> None:
+def test_half_precision_gradients_are_rounded_once(interpreted: dict[str, Any]) -> None:
     """Triton's interpreter truncates bfloat16, where a GPU rounds to nearest."""
     for dtype, bits in (("torch.bfloat16", 7), ("torch.float16", 10)):
         value, gradients = interpreted["rounded"][dtype]
@@ -78,7 +78,7 @@ def test_masked_positions_have_no_gradient_whatever_their_logits(interpreted: di
     assert interpreted["masked"] == [0, 0]
 
 
-def test_a_block_without_any_probability_counts_nothing(interpreted: dict[str, Any]) -> None:
+def test_a_vocabulary_block_without_probability_adds_nothing(interpreted: dict[str, Any]) -> None:
     assert max(interpreted["empty"].values()) <= 1e-5, interpreted["empty"]
 
 
@@ -140,7 +140,7 @@ class Extended(CrossEntropy):
         (CrossEntropy(), {"why": "it is not installed"}, False),
     ],
 )
-def test_a_kernel_is_used_where_there_is_one(
+def test_triton_kernels_are_used_where_available(
     loss: TokenLoss, others: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {"is_cuda": True, "dtype": torch.bfloat16, "all": None, "why": None} | others

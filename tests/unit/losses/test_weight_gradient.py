@@ -42,7 +42,7 @@ def test_either_form_gives_the_gradients_of_the_definition(name: str, case: Case
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", [FEW, MANY], ids=["few", "many"])
-def test_half_precision_is_rounded_and_nothing_else(case: Case, dtype: torch.dtype) -> None:
+def test_half_precision_only_adds_rounding_errors(case: Case, dtype: torch.dtype) -> None:
     states, targets, weight_VH, _ = case.leaves()
     found = []
     for kind in (dtype, torch.float64):
@@ -72,7 +72,7 @@ def gradients_of_ddp(overlap: bool, **settings: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("linear_main", [False, True], ids=["main-by-layer", "main-in-chunks"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_main_grad_is_what_ddp_would_make_of_it(
+def test_main_grad_matches_the_gradient_of_ddp(
     tied: bool, overlap: bool, linear_main: bool, factors: bool, megatron: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_cross_entropy, "keeps_factors", lambda *_: factors)
@@ -124,7 +124,7 @@ def test_backward_adds_to_main_grad_and_gives_autograd_nothing(case: Case) -> No
     ],
     ids=["grad", "grad of the states", "backward of the states"],
 )
-def test_main_grad_is_left_alone_where_nothing_is_accumulated(how: Callable[..., object], case: Case) -> None:
+def test_main_grad_is_unchanged_without_accumulation(how: Callable[..., object], case: Case) -> None:
     main_grad, (*states, weight) = passed(how, case)
     assert not main_grad.any()
     scaled = replace(case, logit_scale=1.0)
@@ -145,7 +145,7 @@ def test_hooks_of_the_weight_see_its_gradient(hook: str) -> None:
 
 
 @pytest.mark.parametrize("case", [FEW, MANY], ids=["few", "many"])
-def test_a_graph_that_is_kept_gives_the_same_gradients_again(case: Case) -> None:
+def test_a_retained_graph_gives_the_same_gradients_again(case: Case) -> None:
     states, targets, weight_VH, _ = case.leaves()
     leaves = [*(each.requires_grad_() for each in states), weight_VH.requires_grad_()]
     total, _ = linear_loss(CrossEntropy(), leaves[:-1], targets, weight_VH, Vocabulary(case.rows))

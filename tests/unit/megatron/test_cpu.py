@@ -76,7 +76,7 @@ def test_tensor_types_carry_the_names_that_optimizers_look_for() -> None:
     assert torch.ones(1).type(torch.float64).dtype == torch.float64
 
 
-def test_random_state_is_the_cpu_generators() -> None:
+def test_cuda_random_state_is_that_of_the_cpu_generator() -> None:
     state = torch.cuda.get_rng_state()
     drawn = torch.rand(3)
     torch.cuda.set_rng_state(state)

@@ -35,12 +35,12 @@ def test_the_iteration_of_an_empty_tracker_is_found_without_a_write(tmp_path: Pa
     assert (tmp_path / TRACKER).read_text() == ""
 
 
-def test_a_tracker_that_says_something_is_left_alone(tmp_path: Path) -> None:
+def test_a_tracker_with_an_iteration_is_not_changed(tmp_path: Path) -> None:
     assert repair_tracker(folder_with(tmp_path, whole=[3, 6], half=[], tracker="3\n")) is None
     assert (tmp_path / TRACKER).read_text() == "3\n"
 
 
-def test_nothing_whole_to_resume_from_is_said(tmp_path: Path) -> None:
+def test_a_missing_complete_iteration_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no whole iteration; give another checkpoint"):
         repair_tracker(folder_with(tmp_path, whole=[], half=[3], tracker=""))
     assert (tmp_path / TRACKER).read_text() == ""
@@ -66,7 +66,7 @@ def test_a_lost_tracker_and_whole_iterations_are_named(tmp_path: Path) -> None:
     assert "(whole: 3, release)" in another(folder / "iter_0000006")
 
 
-def test_a_folder_without_whole_iterations_is_no_checkpoint(tmp_path: Path) -> None:
+def test_only_a_tracker_file_makes_a_folder_a_checkpoint(tmp_path: Path) -> None:
     folder_with(tmp_path, whole=[], half=[9], tracker="")
     assert is_checkpoint(tmp_path)
     (tmp_path / TRACKER).unlink()

@@ -89,13 +89,13 @@ def test_every_argument_that_shapes_a_model_is_kept_or_refused() -> None:
     assert unexplained({"swiglu", "bf16", "a_new_one"}, {"swiglu"}) == ["a_new_one"]
 
 
-def test_no_argument_is_called_harmless_and_kept() -> None:
+def test_no_model_argument_is_listed_as_harmless() -> None:
     patterns = " ".join(HARMLESS.values()).split()
     assert [name for name in MODEL_ARGUMENTS if any(fnmatch(name, pattern) for pattern in patterns)] == []
 
 
 @pytest.mark.usefixtures("megatron")
-def test_a_model_of_mup_is_built_again_as_it_was_trained(tmp_path: Path) -> None:
+def test_a_mup_model_is_rebuilt_as_it_was_trained(tmp_path: Path) -> None:
     from trained_folders import save
 
     args = parsed([*TINY.split(), *MUP.split(), "--untie-embeddings-and-output-weights"], 100)

@@ -31,7 +31,7 @@ def places(source: str) -> list[str]:
     return named + [line.strip() for line in source.splitlines() if BOUND.search(line)]
 
 
-def test_what_a_release_can_change_is_in_one_room() -> None:
+def test_release_dependent_code_is_only_in_megatron() -> None:
     found = {
         str(path.relative_to(PACKAGE)): found
         for path in PACKAGE.rglob("*.py")

@@ -171,7 +171,7 @@ def test_every_row_is_applied_here_and_says_why(row: Patch) -> None:
         assert getattr(row.owner(), row.name.rpartition(".")[2]) is not original_of(row)
 
 
-def test_a_probe_that_cannot_tell_is_followed_by_a_warning_in_an_unknown_release(
+def test_an_inconclusive_probe_warns_in_an_unknown_release(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     row = replace(PATCHES[1], probe=lambda _: None)
@@ -190,7 +190,7 @@ def test_a_missing_function_is_named() -> None:
         apply([row])
 
 
-def test_a_probe_is_asked_once_for_each_original() -> None:
+def test_a_probe_runs_once_for_each_original_function() -> None:
     asked: list[Any] = []
     row = replace(PATCHES[1], probe=lambda original: bool(asked.append(original)))
     assert [state_of(row), state_of(row)] == [State.NOT_NEEDED] * 2
@@ -222,7 +222,7 @@ def test_with_a_gpu_nothing_is_compiled_and_cuda_is_not_started() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_rows_of_one_target_follow_each_other() -> None:
+def test_patches_of_one_target_are_adjacent() -> None:
     targets = [row.target for row in PATCHES]
     blocks = [target for target, before in zip(targets, ["", *targets], strict=False) if target != before]
     assert len(blocks) == len(set(targets))

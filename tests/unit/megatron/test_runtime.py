@@ -53,7 +53,7 @@ def test_alarms_and_tracebacks_reach_standard_error(tmp_path: Path) -> None:
         ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4.0),
     ],
 )
-def test_the_quota_of_a_container(files: dict[str, str], expected: float, tmp_path: Path) -> None:
+def test_the_cpu_quota_of_a_container_is_read(files: dict[str, str], expected: float, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

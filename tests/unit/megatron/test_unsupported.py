@@ -117,7 +117,7 @@ def as_typed(row: Unsupported) -> str:
 
 
 @pytest.mark.parametrize("row", UNSUPPORTED, ids=lambda row: row.flags)
-def test_a_feature_that_cannot_be_is_refused(
+def test_an_unsupported_feature_is_rejected(
     row: Unsupported, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refusal(f"{PLAIN} {as_typed(row)}", monkeypatch, capsys) == f"pretrain_gpt.py: error: {row.sentence()}"
@@ -142,14 +142,14 @@ def test_a_feature_is_refused_by_its_older_name_too(
     assert refusal(f"{PLAIN} {flags}", monkeypatch, capsys).startswith(f"pretrain_gpt.py: error: {named}")
 
 
-def test_layers_that_are_not_trained_have_no_gradients_to_overlap(
+def test_expert_overlap_is_rejected_with_a_frozen_trunk(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     named = "--overlap-moe-expert-parallel-comm was given with --mtp-train-only"
     assert named in refusal(f"{PLAIN} --mtp-train-only --overlap-moe-expert-parallel-comm", monkeypatch, capsys)
 
 
-def test_flags_that_ask_for_part_of_a_row_are_taken() -> None:
+def test_flags_that_match_a_row_only_partly_are_accepted() -> None:
     for flags in ("--cuda-graph-impl transformer_engine", "--mtp-use-repeated-layer", "--cuda-graph-impl local"):
         check_supported(parse_flags(f"{DEPTHS} {flags}".split()))
 

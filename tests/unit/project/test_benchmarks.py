@@ -23,7 +23,7 @@ from benchmarks.harness import Goal, compare, interleave, rounds
     ("value", "op", "met"),
     [(1.05, "<=", True), (1.051, "<=", False), (1.05, ">=", True), (1.0, ">=", False), (None, "<=", False)],
 )
-def test_a_goal_is_met_or_not(value: float | None, op: str, met: bool) -> None:
+def test_goals_compare_values_with_their_operator(value: float | None, op: str, met: bool) -> None:
     goal = Goal("ratio at D=1", value, 1.05, op)
     assert goal.as_dict() == {"what": "ratio at D=1", "value": value, "goal": 1.05, "op": op, "met": met}
 
@@ -53,7 +53,7 @@ def test_compare_gives_the_ratio_of_medians_and_the_ratios_by_round() -> None:
     assert compare([3.0], [2.0]) == harness.Comparison(1.5, 1.5, (1.5, 1.5))
 
 
-def test_compare_is_not_moved_by_a_load_that_meets_both_sides_of_a_round() -> None:
+def test_compare_ignores_load_on_both_sides_of_a_round() -> None:
     comparison = compare([1.0, 1.0, 9.0, 9.0], [1.0, 1.0, 9.0, 9.0])
     assert comparison.paired_quartiles == (1.0, 1.0)
 
@@ -197,7 +197,7 @@ def test_a_trunk_is_one_of_the_table_or_the_folder_of_a_model(tmp_path: Path) ->
             head_life.Trunk.parse(wrong)
 
 
-def test_a_given_model_gets_its_layer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attach_trains_the_layer_of_a_given_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`attach` trains in bfloat16 and saves halfway; the trials find the model next to the checkpoint."""
     ran: list[tuple[object, ...]] = []
     monkeypatch.setattr(head_life, "run", lambda *words: ran.append(words))
@@ -229,14 +229,14 @@ def records(recipe: str, *seeds: tuple[int, ...]) -> recipes.Records:
         ([(60, 62) * 10, (42, 40) * 10], "undecided", 0.0),  # the seeds differ by more than the documents
     ],
 )
-def test_an_order_is_decided_beyond_twice_its_error(better: list[tuple[int, ...]], holds: str, gain: float) -> None:
+def test_an_order_is_decided_beyond_two_standard_errors(better: list[tuple[int, ...]], holds: str, gain: float) -> None:
     of = records("ce", *[(50, 52) * 10] * len(better)) | records("kd", *better)
     found = recipes.order_of("ce", "kd", "a paper", of)
     assert (found["holds"], found["gain"]) == (holds, pytest.approx(gain, abs=1e-9))
     assert recipes.order_of("ce", "kd", "a paper", {})["holds"] == "undecided"
 
 
-def test_ranks_are_by_the_conditions_that_all_recipes_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_use_only_conditions_shared_by_all_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipes, "RECIPES", {"ce": "", "kd": ""})
     found = records("ce", (80, 82)) | records("kd", (60, 62))
     found |= {replace(cell, trunk="hybrid"): each for cell, each in records("kd", (10, 12)).items()}

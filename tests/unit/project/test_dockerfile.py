@@ -30,7 +30,7 @@ def copied() -> list[str]:
     return [source for rest in of("COPY") for source in rest.split()[:-1]]
 
 
-def test_every_path_that_it_copies_exists_and_reaches_docker() -> None:
+def test_every_copied_path_exists_and_is_not_ignored() -> None:
     known = {"ARG", "FROM", "ENV", "RUN", "WORKDIR", "COPY", "ENTRYPOINT", "CMD"}
     assert {name for name, _ in instructions()} == known
     assert [path for path in copied() if not (ROOT / path).exists()] == []
@@ -39,7 +39,7 @@ def test_every_path_that_it_copies_exists_and_reaches_docker() -> None:
     assert sorted(kept) == sorted(f"!{path}" for path in copied())
 
 
-def test_what_it_runs_is_there() -> None:
+def test_the_dockerfile_runs_an_existing_command() -> None:
     (entry,) = (json.loads(rest) for rest in of("ENTRYPOINT"))
     assert entry == ["megatron-mtp"]
     assert entry[0] in PROJECT["project"]["scripts"]
@@ -51,7 +51,7 @@ def test_what_it_runs_is_there() -> None:
     assert [name for name in named if name not in told] == []
 
 
-def test_what_it_copies_makes_a_whole_package(tmp_path: Path) -> None:
+def test_the_copied_files_build_a_complete_package(tmp_path: Path) -> None:
     """The wheel has every file of the package, including the report's style sheet and script."""
     context = tmp_path / "context"
     context.mkdir()

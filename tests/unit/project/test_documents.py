@@ -96,7 +96,7 @@ def unmarked_commands(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_everything_that_a_document_names_is_there(name: str) -> None:
+def test_everything_that_a_document_names_exists(name: str) -> None:
     text = DOCUMENTS[name].read_text()
     code = [*spans(text), *shown(text)]
     assert absent_files(text) == []
@@ -106,14 +106,14 @@ def test_everything_that_a_document_names_is_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_links_lead_somewhere(name: str) -> None:
+def test_links_lead_to_existing_files(name: str) -> None:
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", DOCUMENTS[name].read_text())
     here = [link for link in links if "://" not in link]
     assert [link for link in here if not (DOCUMENTS[name].parent / link).exists()] == []
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_links_lead_to_headings_that_are_there(name: str) -> None:
+def test_links_lead_to_existing_headings(name: str) -> None:
     here = DOCUMENTS[name]
     links = re.findall(r"\]\(([^):]*)#([^)]*)\)", here.read_text())
     pages = {link: (here.parent / link if link else here) for link, _ in links}
@@ -186,7 +186,7 @@ def test_unknown_flags_are_seen(code: str, wrong: list[str]) -> None:
     assert unknown_flags(code) == wrong
 
 
-def test_what_is_not_there_is_seen() -> None:
+def test_missing_files_and_unknown_verbs_are_detected() -> None:
     text = (
         "`scripts/no_such.sh` and `training/run.py`\n```bash\npython no_such.py\n```\n```\nbash scripts/test.sh\n```\n"
     )

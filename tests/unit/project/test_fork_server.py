@@ -50,7 +50,7 @@ FIRST = ("a sentence", "an error", "Ctrl-C", "a thread", "its arguments", "main"
 
 
 @pytest.mark.parametrize("name", tiered(CODE, FIRST))
-def test_code_ends_as_in_a_new_process(name: str, tmp_path: Path) -> None:
+def test_forked_code_ends_as_in_a_new_process(name: str, tmp_path: Path) -> None:
     fork, process = both(tmp_path, "-c", CODE[name], "one", "two")
     assert fork == process
 
@@ -64,7 +64,7 @@ def test_scripts_and_modules_find_their_own_folder(tmp_path: Path) -> None:
         assert fork[0] == 0
 
 
-def test_what_a_fork_starts_is_a_fork_as_well(tmp_path: Path) -> None:
+def test_processes_started_by_a_fork_are_forks(tmp_path: Path) -> None:
     """There `sys.executable` is what the command starts with; a program of another name uses Python's."""
     said = "import os, sys; print(sys.executable, os.getppid())"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {said!r}])"

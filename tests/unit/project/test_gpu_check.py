@@ -171,7 +171,7 @@ def gone(pid: int) -> bool:
     return not left
 
 
-def test_a_part_that_goes_wrong_loses_no_figures(tmp_path: Path) -> None:
+def test_a_failing_part_keeps_its_figures(tmp_path: Path) -> None:
     run = check("--device", "cpu", "--out", tmp_path, before=OF_CASES)
     assert run.returncode == 1, run.stderr
     found = {name: record.read(tmp_path / f"{name}.json") for name in CASES}
@@ -339,7 +339,7 @@ def test_a_first_step_is_judged_by_its_loss_and_gradient_alone(tmp_path: Path, m
     assert found.results == {training.FIRST: first}
 
 
-def test_following_where_nothing_runs_is_refused(tmp_path: Path) -> None:
+def test_following_without_a_run_is_rejected(tmp_path: Path) -> None:
     run = check("follow", "--out", tmp_path)
     assert (run.returncode, run.stdout) == (2, "")
     (said,) = run.stderr.splitlines()
@@ -385,7 +385,7 @@ def test_every_training_has_flags_that_parse() -> None:
         parse("megatron-mtp", "train", *" ".join([training.TRAINED, training.GATHERED, *flags]).split())
 
 
-def test_what_is_timed_comes_last() -> None:
+def test_timed_parts_come_last() -> None:
     kinds = [part.alone for part in PARTS.values()]
     assert kinds == sorted(kinds)
 
@@ -465,7 +465,7 @@ def side(count: int, graphs: bool, speed: float, speed_up: float) -> dict[str, A
     return {"K": count, "graphs": graphs, "tokens_per_second": speed, "speed_up": speed_up, "as plain": True}
 
 
-def test_goals_of_graphs() -> None:
+def test_graph_goals_compare_with_plain_decoding_with_graphs() -> None:
     """Drafting is compared with plain decoding that also has graphs."""
     plain = [side(0, False, 10.0, 1.0), side(0, True, 40.0, 1.0)]
     drafted = [
@@ -479,7 +479,7 @@ def test_goals_of_graphs() -> None:
     assert len(drafting.drafting_goals(plain + drafted, graphs=False)) == 1
 
 
-def test_distance_of_two_trainings() -> None:
+def test_training_distance_is_the_largest_loss_difference() -> None:
     ours = {step: dict.fromkeys(("lm loss", "mtp_1 loss", "mtp_2 loss"), float(step)) for step in (1, 2)}
     theirs = {step: {**losses, "mtp_2 loss": losses["mtp_2 loss"] + step / 8} for step, losses in ours.items()}
     assert training.distance(ours, theirs) == 0.25
@@ -489,19 +489,19 @@ def test_distance_of_two_trainings() -> None:
         training.distance(ours, {1: ours[1]})
 
 
-def test_counts_of_a_run_of_tests(tmp_path: Path) -> None:
+def test_counts_are_read_from_a_junit_report(tmp_path: Path) -> None:
     cases = ('<testcase classname="t" name="good"/>', '<testcase classname="t" name="bad"><failure/></testcase>')
     cases += ('<testcase classname="t" name="none"><skipped/></testcase>',)
     (tmp_path / "tests.xml").write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
     assert suite.counts(tmp_path / "tests.xml") == {"tests": 3, "skipped": 1, "failed": 1, "names": ["t::bad"]}
 
 
-def test_where_two_texts_part() -> None:
+def test_first_other_finds_the_first_different_token() -> None:
     assert first_other([5, 6, 7], [5, 6, 7]) == 0
     assert first_other([5, 6, 7], [5, 9, 7]) == 2
 
 
-def test_a_command_that_ends_badly_or_never_is_said(tmp_path: Path) -> None:
+def test_a_command_that_fails_or_hangs_is_reported(tmp_path: Path) -> None:
     def started(code: str) -> Command:
         with open(tmp_path / "log", "wb") as log:
             words = [sys.executable, "-c", code]

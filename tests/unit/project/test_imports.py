@@ -136,7 +136,7 @@ def test_the_table_has_every_room_and_no_other() -> None:
     assert ALLOWED.keys() == {room_of(Path(file).with_suffix("").parts) for file in files()}
 
 
-def test_arrows_go_one_way() -> None:
+def test_subpackage_imports_have_no_cycle() -> None:
     """No two subpackages may import each other, directly or indirectly."""
     TopologicalSorter({room: below - {room} for room, below in ALLOWED.items()}).prepare()
 

@@ -9,7 +9,7 @@ from megatron_mtp.cli import doctor
 from megatron_mtp.megatron.machine import transformer_engine_works, why_not
 
 
-def test_why_a_module_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_not_explains_an_import_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "half_a_module.py").write_text("raise OSError('wrong driver')")
     monkeypatch.syspath_prepend(tmp_path)
     assert why_not("json") is None

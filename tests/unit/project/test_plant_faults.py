@@ -40,7 +40,7 @@ def test_each_fault_can_be_planted() -> None:
         assert fault.before != fault.after, fault.name
 
 
-def test_each_test_that_is_named_is_there() -> None:
+def test_each_test_in_seen_by_exists() -> None:
     named = {test for fault in plant_faults.read_table() for test in fault.seen_by}
     parts = [test.split("[")[0].split("::") for test in sorted(named)]
     files = {file: (plant_faults.ROOT / file).read_text() for file, *_ in parts}

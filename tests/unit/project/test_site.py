@@ -57,5 +57,5 @@ def test_the_site_is_whole_and_needs_no_network(tmp_path: Path) -> None:
         ('<script src="../assets/x.js">', False),
     ],
 )
-def test_what_is_loaded_from_a_network_is_seen(line: str, loaded: bool) -> None:
+def test_resources_loaded_from_a_network_are_detected(line: str, loaded: bool) -> None:
     assert bool(LOADED.search(line)) == loaded

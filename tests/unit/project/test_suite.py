@@ -54,7 +54,7 @@ def literal(node: ast.expr) -> str:
     return "".join(str(one.value) for one in parts if isinstance(one, ast.Constant))
 
 
-def test_messages_are_known_by_their_facts() -> None:
+def test_tests_match_only_the_facts_of_messages() -> None:
     """Flag, value and remedy, not the words around them."""
     sources = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")}
     assert {name: found for name, source in sources.items() if (found := spelled_out(source))} == {}
@@ -169,7 +169,7 @@ def test_a_file_leaves_nothing_either():
 """
 
 
-def test_nothing_of_a_test_or_a_file_stays_behind(two_tiers: Path) -> None:
+def test_tests_and_files_leave_no_state_behind(two_tiers: Path) -> None:
     (two_tiers / "test_cases.py").write_text(LEAVING)
     (two_tiers / "test_later.py").write_text(LATER)
     assert "= 3 passed" in summary(two_tiers, "-n", "0")
@@ -236,7 +236,7 @@ def test_ci_compares_with_the_commit_before_or_where_the_branch_left_main(clone:
     assert ci(clone)[1:] == WHOLE
 
 
-def test_what_ci_looks_for_exists() -> None:
+def test_files_that_ci_looks_for_exist() -> None:
     (pattern,) = re.findall(r"^matrix='(.*)'$", CI.read_text(), re.MULTILINE)
     folders = (ROOT / "megatron_mtp", ROOT / "tests")
     files = [ROOT / "constraints.txt", *(path for folder in folders for path in folder.rglob("*.py"))]

@@ -142,7 +142,7 @@ def test_a_stream_has_whole_characters_and_ends_with_usage_if_asked_for(client: 
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_every_event_has_the_sums_of_its_choice_if_asked_for(server: Running) -> None:
+def test_every_event_has_the_usage_so_far_if_requested(server: Running) -> None:
     """Load testers request this, since events hold several tokens."""
     options, ids = {"include_usage": True, "continuous_usage_stats": True}, {"return_token_ids": True}
     *found, last = events(server, "/v1/completions", prompt=["ab", "xyz"], max_tokens=5, stream_options=options, **ids)
@@ -271,7 +271,7 @@ def test_every_setting_reaches_the_engine(server: Running, monkeypatch: pytest.M
     assert (request.logprobs, request.prompt_logprobs, request.cut) == (None, None, None)
 
 
-def test_drafts_of_each_step_for_those_who_ask(server: Running) -> None:
+def test_return_drafts_adds_the_drafts_of_each_step(server: Running) -> None:
     streamed = events(server, "/v1/completions", prompt="ab€", max_tokens=8, return_drafts=True, return_token_ids=True)
     found = [draft for event in streamed for draft in event["choices"][0]["drafts"]]
     assert "".join(piece for draft in found for piece in draft["pieces"]) == "ab€ab"
@@ -292,7 +292,7 @@ def test_an_answer_has_the_version_of_the_weights_that_made_it(codec: Codec) -> 
     assert {event["choices"][0].get("policy_version") for event in said[1:]} == {4}
 
 
-def test_the_forms_of_fields_stand_at_openapi(server: Running) -> None:
+def test_the_openapi_schema_lists_the_field_types(server: Running) -> None:
     schemas = httpx2.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
     forms = {name: schemas["CompletionBody"]["properties"][name]["anyOf"] for name in ("prompt", "stop")}
     assert [[form["type"] for form in given] for given in forms.values()] == [["string", "array"]] * 2
@@ -344,7 +344,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str | None]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_served_is_one_sentence(name: str, server: Running) -> None:
+def test_requests_that_cannot_be_served_are_rejected(name: str, server: Running) -> None:
     fields, said, param = BAD[name]
     body = {"prompt": "ab€", **fields}
     done = server.post("/v1/completions", json.dumps(body).encode(), headers={"Content-Type": "application/json"})
@@ -405,7 +405,7 @@ NEUTRAL = {
 
 
 @pytest.mark.parametrize("name", NEUTRAL)
-def test_a_field_may_be_sent_with_the_value_that_changes_nothing(name: str, server: Running) -> None:
+def test_unsupported_fields_may_have_their_neutral_value(name: str, server: Running) -> None:
     done = completion(server, **{"max_tokens": 5, "n": 2, name: NEUTRAL[name]})
     assert [choice["text"] for choice in done["choices"]] == ["ab€"] * 2
 
@@ -413,7 +413,7 @@ def test_a_field_may_be_sent_with_the_value_that_changes_nothing(name: str, serv
 @pytest.mark.parametrize(
     "name", ["messages", "tokenizer", "self", "conversation", "tools", "chat_template", "tokenize"]
 )
-def test_a_variable_of_a_template_is_no_argument_of_the_functions_around_it(name: str, server: Running) -> None:
+def test_template_variables_cannot_override_function_arguments(name: str, server: Running) -> None:
     done = server.post("/v1/chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {name: "y"}})
     error = done.json()["error"]
     assert (done.status_code, error["param"]) == (400, "chat_template_kwargs")
@@ -446,14 +446,14 @@ PROMPTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_what_a_chat_has_reaches_the_template(name: str, server: Running, codec: Codec) -> None:
+def test_every_part_of_a_chat_reaches_the_template(name: str, server: Running, codec: Codec) -> None:
     fields, text = PROMPTS[name]
     done = server.post("/v1/chat/completions", {"max_tokens": 1, "return_token_ids": True, **fields})
     assert done.status_code == 200, done.text
     assert codec.decode(done.json()["choices"][0]["prompt_token_ids"]) == text
 
 
-def test_a_template_that_joins_arguments_as_text_has_them_as_they_were_sent(tmp_path: Path) -> None:
+def test_a_template_that_joins_arguments_gets_the_sent_string(tmp_path: Path) -> None:
     found = words(tmp_path, "{{ 'f ' + messages[0].tool_calls[0].function.arguments }}")
     assert found.decode(found.chat([called('{"b":1}')], {}, {}, POSITIONS)) == 'f {"b":1}'
 
@@ -467,7 +467,7 @@ def test_a_stop_string_that_is_a_special_token(client: openai.OpenAI, server: Ru
     assert "'<|padding|>' is a special token, which has no text; send it as a stop" in done.json()["error"]["message"]
 
 
-def test_a_stop_string_that_ends_texts_is_not_written_either(
+def test_a_stop_string_that_is_an_end_token_is_left_out(
     codec: Codec, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For example the end token of some tokenizers, which is not a special token; it is still left out of the text."""
@@ -478,7 +478,7 @@ def test_a_stop_string_that_ends_texts_is_not_written_either(
     assert (done["choices"][0]["token_ids"], done["choices"][0]["finish_reason"]) == ([40, 41, 0], "stop")
 
 
-def test_stop_strings_are_looked_for_after_the_least_tokens(server: Running) -> None:
+def test_stop_strings_are_ignored_before_min_tokens(server: Running) -> None:
     for least, text in ((0, "ab"), (3, "abcab"), (6, "abcabcab")):
         streamed = events(server, "/v1/completions", prompt="abc", stop="c", max_tokens=20, min_tokens=least)
         assert "".join(event["choices"][0]["text"] for event in streamed) == text
@@ -535,7 +535,7 @@ BODIES: dict[str, tuple[bytes, int, str]] = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_bodies_that_are_no_requests(name: str, server: Running) -> None:
+def test_malformed_bodies_are_rejected(name: str, server: Running) -> None:
     content, status, said = BODIES[name]
     done = server.post("/v1/completions", content, headers=JSON)
     assert done.status_code == status
@@ -543,14 +543,14 @@ def test_bodies_that_are_no_requests(name: str, server: Running) -> None:
     assert completion(server, max_tokens=5)["choices"][0]["text"] == "ab€"
 
 
-def test_a_long_body_that_does_not_say_so(server: Running) -> None:
+def test_a_long_body_without_content_length_is_rejected(server: Running) -> None:
     parts = (b"a" * 2**20 for _ in range(10))
     done = httpx2.post(f"{server.url}/v1/completions", content=parts, headers=JSON)
     assert done.status_code == 413
     assert "the body has more than" in done.json()["error"]["message"]
 
 
-def test_paths_and_methods_that_are_not_there(server: Running, client: openai.OpenAI) -> None:
+def test_unknown_paths_methods_and_models_are_rejected(server: Running, client: openai.OpenAI) -> None:
     for answer, status, said in (
         (httpx2.get(f"{server.url}/v1/nothing"), 404, "there is no GET /v1/nothing"),
         (httpx2.get(server.url), 404, "there is no GET /"),
@@ -564,7 +564,7 @@ def test_paths_and_methods_that_are_not_there(server: Running, client: openai.Op
         client.embeddings.create(model=NAME, input="a")
 
 
-def test_the_text_is_json_of_the_right_form_for_curl(server: Running) -> None:
+def test_a_missing_json_content_type_is_named(server: Running) -> None:
     """Without Content-Type: application/json, as with `curl -d`, one sentence names what is missing."""
     done = httpx2.post(f"{server.url}/v1/completions", content=b'{"prompt": "a"}')
     assert done.status_code == 400
@@ -603,7 +603,7 @@ def test_without_a_tokenizer_token_ids_are_served() -> None:
             assert said in answer.json()["error"]["message"]
 
 
-def test_without_a_chat_template_one_sentence(tmp_path: Path) -> None:
+def test_a_chat_without_a_chat_template_is_rejected(tmp_path: Path) -> None:
     with running(Parrot(), words(tmp_path, template=None)) as server:
         answer = server.post("/v1/chat/completions", {"messages": MESSAGES})
         assert answer.status_code == 400

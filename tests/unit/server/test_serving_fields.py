@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_nothing_that_was_asked_for_is_dropped(name: str, server: Running) -> None:
+def test_unsupported_request_fields_are_rejected(name: str, server: Running) -> None:
     path, fields, param, said = REFUSED[name]
     done = server.post(path, bodies(path, fields))
     assert done.status_code == 400, done.text
@@ -190,7 +190,9 @@ def test_a_low_temperature_is_greedy(server: Running) -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"arguments": None}, {}])
-def test_a_call_without_arguments_has_none(arguments: dict[str, Any], server: Running, tmp_path: Path) -> None:
+def test_a_tool_call_without_arguments_gets_an_empty_object(
+    arguments: dict[str, Any], server: Running, tmp_path: Path
+) -> None:
     """Even with a template that joins arguments as text."""
     body = call({"name": "f", **arguments})
     done = server.post(CHATS, bodies(CHATS, {**body, "return_token_ids": True})).json()["choices"][0]

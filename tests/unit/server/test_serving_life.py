@@ -70,7 +70,7 @@ def live(server: Running) -> int:
     return load.running + load.waiting
 
 
-def test_a_full_queue_is_429_for_all_texts_of_a_request_or_none(server: Running) -> None:
+def test_a_full_queue_returns_429_for_the_whole_request(server: Running) -> None:
     server.engine.go.clear()
     first = raw(server, {"prompt": "ab", "n": 3, "max_tokens": 4})
     until(lambda: live(server) == 3)
@@ -89,7 +89,7 @@ def test_a_full_queue_is_429_for_all_texts_of_a_request_or_none(server: Running)
     until(lambda: live(server) == 0)
 
 
-def test_a_request_with_more_texts_than_there_is_room_for(server: Running) -> None:
+def test_a_request_for_more_completions_than_fit_is_rejected(server: Running) -> None:
     server.engine.go.clear()
     with pytest.raises(openai.RateLimitError, match="the queue is full; ask again later") as error:
         server.client().completions.create(model=NAME, prompt="ab", n=5)
@@ -138,7 +138,7 @@ def test_other_ranks_get_a_request_before_its_cancellation() -> None:
     assert service._new == [sent_request(request), *outputs.numbers]
 
 
-def test_draining_ends_what_has_begun_and_refuses_the_rest(codec: Codec) -> None:
+def test_draining_finishes_running_requests_and_rejects_new_ones(codec: Codec) -> None:
     with running(Parrot(), codec) as server:
         server.engine.go.clear()
         began = raw(server, {"prompt": "ab", "max_tokens": 4, "temperature": 0})
@@ -167,7 +167,7 @@ def test_a_broken_engine_fails_all_texts_and_ends_the_server(codec: Codec) -> No
         assert server.service.broken
 
 
-def test_a_request_that_the_engine_stumbles_over_fails_alone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_error_fails_only_its_own_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.engine, "add", lambda request: 1 // 0)
     done = server.post("/v1/completions", {"prompt": "ab"})
     assert (done.status_code, done.json()["error"]["type"]) == (500, "server_error")
@@ -177,7 +177,7 @@ def test_a_request_that_the_engine_stumbles_over_fails_alone(server: Running, mo
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_text_that_fails_in_a_step_is_a_500_of_its_own(
+def test_a_sequence_that_fails_in_a_step_returns_500_alone(
     stream: bool, codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two outputs of a request fails; another request, which shares the steps, is not affected."""
@@ -244,7 +244,7 @@ def test_metrics_are_the_engines_counts(codec: Codec) -> None:
         assert server.metric("cache_blocks") == 1000
 
 
-def test_times_between_tokens_are_a_steps_time_shared_by_its_tokens() -> None:
+def test_inter_token_time_is_a_steps_time_over_its_tokens() -> None:
     """The first token after 2 s, then 4 tokens after 3 s more, which count as 4 times 0.75 s."""
     metrics, times = EngineMetrics(lambda: Parrot().load), OutputTimes(asked=10.0)
     for count, now in ((0, 11.0), (1, 12.0), (4, 15.0)):
@@ -320,7 +320,7 @@ def test_a_drain_ends_after_its_time(stream: bool, codec: Codec) -> None:
         assert server.engine.cancelled == 1
 
 
-def test_a_line_says_what_the_engine_does(
+def test_a_progress_line_describes_the_engine(
     codec: Codec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = Load(0, 0, 0, 8, 0, 100, 0, AcceptanceStats())
@@ -436,7 +436,7 @@ def test_an_answer_that_is_complete_stays_complete_when_the_server_ends() -> Non
 
 
 @pytest.mark.matrix
-def test_others_are_answered_beside_1500_slow_connections(codec: Codec) -> None:
+def test_1500_slow_connections_do_not_block_other_requests(codec: Codec) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     connections.raise_open_files()
     try:
@@ -448,12 +448,12 @@ def test_others_are_answered_beside_1500_slow_connections(codec: Codec) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_host_of_too_many_characters_is_one_sentence() -> None:
+def test_a_host_name_that_is_too_long_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match=r"^cannot listen on --host a{70}\.b --port 0 "):
         listener(f"{'a' * 70}.b", 0)
 
 
-def test_an_address_that_is_taken_is_one_sentence() -> None:
+def test_an_address_in_use_gives_a_clear_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=rf"cannot listen on .* --port {port} \(Address already in use\)"):

@@ -33,7 +33,7 @@ def test_a_server_says_how_it_drafts(config: str) -> None:
     assert drafting_line(Engine(runner_of(), speculative=parse_config(config))) == LINES[config]
 
 
-def test_the_key_is_that_of_a_flag_or_of_the_environment(
+def test_the_api_key_comes_from_a_flag_a_file_or_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(API_KEY, "of the variable")
@@ -54,7 +54,7 @@ def test_the_key_is_that_of_a_flag_or_of_the_environment(
             run(parser("serve").parse_args(empty))
 
 
-def test_a_server_says_how_long_texts_may_be_where_the_cache_is_small() -> None:
+def test_a_server_reports_the_length_limit_of_a_small_cache() -> None:
     engine = Engine(runner_of(), EngineSettings(blocks=2), parse_config('{"method": "mtp"}'))
     assert "has at most 60 tokens, not 160: the cache holds no more; --cache-gib" in length_line(engine)
 

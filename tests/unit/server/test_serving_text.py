@@ -38,7 +38,7 @@ def read(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
 
 @given(prompt=LETTERS, text=LETTERS, cut=st.integers(0, 60))
 @example(prompt="€", text="", cut=1)
-def test_characters_are_whole_wherever_the_prompt_ends(codec: Codec, prompt: str, text: str, cut: int) -> None:
+def test_characters_stay_whole_wherever_the_prompt_ends(codec: Codec, prompt: str, text: str, cut: int) -> None:
     """Even if it ends inside a character, which then belongs to the output."""
     ids = codec.encode(prompt + text, special=False, positions=512)
     cut = min(cut, len(ids))
@@ -101,7 +101,7 @@ def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
 
 
 @given(text=st.text(alphabet="ab€", max_size=12), stop=st.text(alphabet="ab€", min_size=1, max_size=3))
-def test_the_cut_keeps_the_token_that_completes_a_stop_string(codec: Codec, text: str, stop: str) -> None:
+def test_the_token_that_completes_a_stop_string_is_kept(codec: Codec, text: str, stop: str) -> None:
     ids = codec.encode(text, special=False, positions=512)
     kept = next((end for end in range(1, len(ids) + 1) if stop in codec.decode(ids[:end])), None)
     at_once = OutputText(codec.detokenizer([]), (stop,))
@@ -113,7 +113,7 @@ def test_the_cut_keeps_the_token_that_completes_a_stop_string(codec: Codec, text
 
 
 @given(text=st.text(alphabet="ab€", max_size=12), stop=st.text(alphabet="ab€", min_size=1, max_size=3))
-def test_a_token_is_read_once_whoever_comes_first(codec: Codec, text: str, stop: str) -> None:
+def test_engine_and_response_decode_each_token_once(codec: Codec, text: str, stop: str) -> None:
     """The engine reads a step before the response does; the output equals what a response alone would send."""
     ids = codec.encode(text, special=False, positions=512)
     alone, shared = (OutputText(codec.detokenizer([]), (stop,)) for _ in range(2))
@@ -128,7 +128,7 @@ def test_a_token_is_read_once_whoever_comes_first(codec: Codec, text: str, stop:
 
 
 @pytest.mark.parametrize("least", [0, 4])
-def test_another_rank_takes_the_same_request_and_ends_it_where_rank_0_does(
+def test_other_ranks_end_a_request_at_the_same_token_as_rank_0(
     least: int, codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engines of two ranks must take the same steps; the detokenizer is not sent, but created again."""
@@ -191,7 +191,7 @@ def test_other_threads_run_while_a_long_text_is_tokenized(codec: Codec) -> None:
         (None, True, None),
     ],
 )
-def test_texts_are_too_long_before_they_are_tokenized(
+def test_too_long_prompts_are_rejected_before_tokenization(
     normalizer: dict[str, Any] | None, strips: bool, longest: int | None, codec: Codec
 ) -> None:
     """The longest token is <|endoftext|>; texts that a normalizer or an added token may shorten are tokenized."""

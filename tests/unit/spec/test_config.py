@@ -9,7 +9,7 @@ import pytest
 from megatron_mtp.spec.config import ARCHITECTURES, INITS, MTPConfig
 
 
-def test_the_defaults_change_nothing_of_a_run() -> None:
+def test_the_default_settings_change_nothing() -> None:
     config = MTPConfig()
     assert config.mtp_architecture == "sequential"
     assert config.mtp_init is None
@@ -95,7 +95,7 @@ def test_a_wrong_setting_is_named_with_its_value_and_the_remedy(settings: dict[s
 
 
 @pytest.mark.parametrize("given", ["1", "1,2,3", "1,x", "0,0", "-1,2", "1,nan"])
-def test_weights_are_one_for_every_depth(given: str) -> None:
+def test_there_is_one_loss_weight_per_depth(given: str) -> None:
     assert MTPConfig(mtp_loss_weights="1,0.5").loss_weights(2) == [1, 0.5]
     with pytest.raises(ValueError, match=r"^--mtp-loss-weights is .*; give 2 numbers of 0 or more"):
         MTPConfig(mtp_loss_weights=given).loss_weights(2)

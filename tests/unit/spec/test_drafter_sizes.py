@@ -64,7 +64,7 @@ def test_heads_behind_latent_attention_fill_the_hidden_size(
         (64, False, {"drafter_kv_channels": 5}, "16 heads of 5 channels in 2 groups; give an even"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(hidden: int, is_latent: bool, given: dict[str, int], said: str) -> None:
+def test_impossible_drafter_sizes_are_rejected(hidden: int, is_latent: bool, given: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         own_sizes(hidden, replace(TRUNK, latents=LATENTS if is_latent else None), given)
 
@@ -107,7 +107,7 @@ LATENT_FLAG = "drafter_multi_latent_attention"
         ),
     ],
 )
-def test_latent_attention_that_cannot_be_is_refused(
+def test_impossible_latent_attention_is_rejected(
     scaling: dict[str, Any] | None, given: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
@@ -174,7 +174,7 @@ def test_other_scalings_are_refused_by_name(keys: dict[str, Any], said: str) -> 
         ('{"rope_type": "longrope"}', "--drafter-rope-scaling has a rope_type 'longrope'; known are"),
     ],
 )
-def test_a_flag_that_is_no_scaling_is_refused(text: str, said: str) -> None:
+def test_an_invalid_rope_scaling_flag_is_rejected(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         MTPConfig(drafter="eagle3", drafter_rope_scaling=text)
 
@@ -239,7 +239,7 @@ def test_positions_are_the_trunks_in_the_whole_head(changes: dict[str, Any], sca
     assert made == AttentionSizes(16, 2, 256, 1e-6, 10000000, scaling)
 
 
-def test_arguments_and_configuration_say_the_same_of_latent_attention() -> None:
+def test_arguments_and_config_give_the_same_latent_attention() -> None:
     scaled = {"rope_type": "yarn", "rotary_scaling_factor": 16.0, "original_max_position_embeddings": 64}
     scaled |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 0.7}
     config = transformer_config(None, hidden_size=64, **{**LATENT, **scaled})
@@ -306,7 +306,7 @@ def test_a_window_of_w_reaches_back_by_one_less_and_ahead_unless_causal(
         (None, None, 2, "--drafter-causal 2 needs both windowed and full layers"),
     ],
 )
-def test_windows_that_no_layer_or_every_layer_has_are_refused(
+def test_windows_for_no_layer_or_every_layer_are_rejected(
     width: int | None, full: list[int] | None, causal: int, said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):

@@ -41,7 +41,7 @@ def drafters(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 
 @given(drafters())
-def test_what_a_checkpoint_keeps_gives_the_same_drafter(drawn: tuple[str, dict[str, Any]]) -> None:
+def test_stored_settings_give_the_same_drafter(drawn: tuple[str, dict[str, Any]]) -> None:
     kind, settings = drawn
     made = HeadSpec.resolve(kind, settings, TRUNK)
     kept = made.arguments(TRUNK)
@@ -63,7 +63,7 @@ def test_what_a_checkpoint_keeps_gives_the_same_drafter(drawn: tuple[str, dict[s
         ("peagle", (2, 12, 21), 4, 99, None, 0),
     ],
 )
-def test_settings_that_nobody_gave_have_values(
+def test_settings_that_are_not_given_have_defaults(
     kind: str, layers: tuple[int, ...], depth: int, mask: int | None, rank: int | None, idle: int
 ) -> None:
     made = HeadSpec.resolve(kind, {}, TRUNK)
@@ -84,16 +84,16 @@ def test_settings_that_nobody_gave_have_values(
         ("eagle3", {"drafter_num_attention_heads": 3}, "3 heads of 8 channels in 2 groups"),
     ],
 )
-def test_what_a_trunk_cannot_have_is_refused(kind: str, settings: dict[str, Any], said: str) -> None:
+def test_settings_that_the_trunk_does_not_allow_are_rejected(kind: str, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         HeadSpec.resolve(kind, settings, TRUNK)
 
 
-def test_layers_of_its_own_are_refused_by_a_trunk_that_is_too_short() -> None:
+def test_a_trunk_with_too_few_layers_for_eagle3_is_rejected() -> None:
     with pytest.raises(ValueError, match="give a trunk of at least 4 layers"):
         HeadSpec.resolve("eagle3", {}, replace(TRUNK, layers=3))
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("dspark", 1), ("domino", 1), ("dflash", 1)])
-def test_idle_rows_that_are_given_are_all_of_them(kind: str, rows: int) -> None:
+def test_given_idle_rows_replace_the_default_rows(kind: str, rows: int) -> None:
     assert HeadSpec.resolve(kind, {"drafter_idle_rows": rows}, TRUNK).idle_rows == rows

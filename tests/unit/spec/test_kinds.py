@@ -64,7 +64,7 @@ def test_settings_of_kinds_are_compared_copied_and_hashed_like_all_others() -> N
         ({"halves": False, "channels": 8}, (False, 8, "plain", ()), (None, 8, None, None), {}),
     ],
 )
-def test_a_value_goes_through_a_checkpoint_and_a_folder(
+def test_a_setting_survives_a_checkpoint_and_a_folder(
     monkeypatch: pytest.MonkeyPatch,
     given: dict[str, Any],
     own: tuple[Any, ...],
@@ -102,7 +102,7 @@ def test_a_value_goes_through_a_checkpoint_and_a_folder(
         ("eagle3", {"norm_before_residual": 3}, "config.json has norm_before_residual 3; give true or false."),
     ],
 )
-def test_keys_with_values_that_no_setting_allows_are_refused(
+def test_config_keys_with_invalid_values_are_rejected(
     monkeypatch: pytest.MonkeyPatch, kind: str, keys: dict[str, Any], said: str
 ) -> None:
     add(monkeypatch, "halver", OWN)
@@ -111,7 +111,7 @@ def test_keys_with_values_that_no_setting_allows_are_refused(
     assert settings_in(PATH, DRAFTERS["eagle"], {"halves": False, "channels": 8, "form": None}) == {}
 
 
-def test_kinds_share_a_setting_but_for_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_may_share_a_setting_with_different_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     add(monkeypatch, "halver", OWN)
     add(monkeypatch, "other", {"drafter_channels": replace(SIZE, default=4)})
     assert settings_of_kinds().items() > OWN.items()

@@ -29,7 +29,7 @@ def table() -> Registry[str]:
     return Registry("megatron_mtp.tested", {"ce": "our ce"})
 
 
-def test_a_row_from_outside_comes_after_ours(outside: Path) -> None:
+def test_rows_of_other_packages_come_after_ours(outside: Path) -> None:
     register(outside, "focal = outside_parts:focal")
     assert dict(table()) == {"ce": "our ce", "focal": "outside focal"}
     assert table()["focal"] == "outside focal"
@@ -42,7 +42,7 @@ def test_an_unknown_name_is_a_key_error(outside: Path) -> None:
     assert table().get("none") is None
 
 
-def test_ours_cannot_be_replaced(outside: Path) -> None:
+def test_our_rows_cannot_be_replaced(outside: Path) -> None:
     register(outside, "ce = outside_parts:focal")
     assert table()["ce"] == "our ce"
     with pytest.raises(ValueError, match=r"'outside' registers 'ce' .*; that name is taken"):
@@ -50,7 +50,7 @@ def test_ours_cannot_be_replaced(outside: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["outside_parts:none", "no_such_module:focal"])
-def test_what_cannot_be_imported_is_named(outside: Path, value: str) -> None:
+def test_a_row_that_cannot_be_imported_is_named(outside: Path, value: str) -> None:
     register(outside, f"focal = {value}")
     with pytest.raises(ValueError, match=r"'outside' registers 'focal'.*cannot be imported"):
         list(table())

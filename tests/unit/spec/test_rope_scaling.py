@@ -52,7 +52,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_scaling_goes_to_megatron_and_comes_back(case: str) -> None:
+def test_a_rope_scaling_survives_a_round_trip_through_megatron(case: str) -> None:
     (keys, is_latent, arguments), kind = CASES[case], case.partition(" ")[0]
     row = SCALINGS[kind]
     assert row.to_megatron(keys, is_latent) == arguments
@@ -61,7 +61,7 @@ def test_a_scaling_goes_to_megatron_and_comes_back(case: str) -> None:
     assert megatrons_scaling({**positions, **arguments}.get, is_latent) == {"rope_type": kind, **keys}
 
 
-def test_numbers_that_are_not_set_are_megatrons() -> None:
+def test_scaling_values_that_are_not_set_are_megatrons_defaults() -> None:
     arguments = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0}
     assert megatrons_scaling(arguments.get, False) == {
         "rope_type": "yarn",
@@ -84,7 +84,7 @@ def test_megatrons_latent_attention_reads_yarn_alone() -> None:
 @pytest.mark.parametrize(
     ("is_latent", "name"), [(False, "yarn_beta_fast"), (False, "rope_scaling_factor"), (True, "beta_fast")]
 )
-def test_a_run_with_other_numbers_than_its_checkpoints_is_refused(is_latent: bool, name: str) -> None:
+def test_a_rope_scaling_that_differs_from_the_checkpoint_is_rejected(is_latent: bool, name: str) -> None:
     args, stored = (Namespace(multi_latent_attention=is_latent, **{name: value}) for value in (32.0, 16.0))
     with pytest.raises(ValueError, match=f"was trained with {name} 16.0, and this run has 32.0; give"):
         check_positions(LoadPlan(), args, stored, "a")

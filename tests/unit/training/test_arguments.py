@@ -177,7 +177,7 @@ def test_a_run_that_could_not_save_does_not_start(
         ),
     ],
 )
-def test_bad_flags_are_one_sentence(
+def test_bad_flags_are_rejected_with_a_clear_error(
     flags: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sentence = refusal(flags, monkeypatch, capsys)
@@ -229,7 +229,7 @@ def test_a_run_without_other_data_trains_without_evaluations(
 
 
 @pytest.mark.parametrize("flags", ["--split 90,0,10", "--split 0,0,1 --skip-train", f"--split 100,0,0 {FULL}"])
-def test_evaluations_without_data_are_one_sentence(
+def test_evaluation_without_data_is_rejected(
     flags: str, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refusal(f"{ROPE} {DEPTHS} --data-path {corpus} {flags} --eval-iters 1", monkeypatch, capsys)
@@ -256,7 +256,7 @@ def checkpoint(megatron: None, tmp_path: Path) -> Path:
         (f"{DEPTHS} --mtp-init random --mtp-architecture parallel", "give --mtp-architecture sequential"),
     ],
 )
-def test_other_depths_than_stored_need_a_word(
+def test_a_different_number_of_mtp_layers_needs_a_flag(
     flags: str, says: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert says in refusal(f"{ROPE} {MOCK} {flags} --load {checkpoint}", monkeypatch, capsys)
@@ -294,7 +294,7 @@ def test_depths_of_the_older_format_are_counted(
         (f"--num-layers 2 --use-rotary-position-embeddings {DEPTHS}", 2, "rope"),
     ],
 )
-def test_older_ways_of_saying_mean_what_they_mean_to_megatron(
+def test_older_flags_mean_the_same_as_in_megatron(
     flags: str, depths: int | None, position: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = f"{MODEL.replace('--num-layers 2', '')} {MOCK} {flags}"
@@ -315,7 +315,7 @@ UNUSED = (
 )
 
 
-def test_depths_are_switched_off_in_a_line_that_has_them(
+def test_mtp_num_layers_0_switches_off_mtp_in_a_launch_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With --mtp-num-layers 0 after a script's flags; each of these flags was rejected before."""
@@ -332,7 +332,7 @@ def test_depths_are_switched_off_in_a_line_that_has_them(
     }
 
 
-def test_more_depths_than_the_model_has_are_taken_out_by_their_owner(
+def test_extra_mtp_layers_of_a_checkpoint_must_be_dropped_first(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(reader, "stored_depths", lambda _: StoredDepths(3, True))
@@ -351,7 +351,7 @@ def test_more_depths_than_the_model_has_are_taken_out_by_their_owner(
         ("3\n5\n3\n", "which has the id 3 twice; give every token once"),
     ],
 )
-def test_a_bad_list_of_draft_tokens_is_one_sentence(
+def test_a_bad_list_of_draft_tokens_is_rejected(
     text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "ids.txt").write_text(text)
@@ -403,7 +403,7 @@ def test_every_rank_needs_a_token_to_draft(
     )
 
 
-def test_machine_flags_come_last_and_are_said() -> None:
+def test_machine_flags_come_last_and_are_reported() -> None:
     argv = ["pretrain_gpt.py", "--transformer-impl", "transformer_engine"]
     note = set_machine_flags(argv, on_cpu=True)
     assert argv[3:] == flags_without(CUDA)
@@ -469,7 +469,7 @@ def test_help_shows_our_flags_and_megatrons_when_asked_to(
     assert [word for word in hidden.split() if word in text] == []
 
 
-def test_our_alias_takes_the_place_of_a_flag_of_a_newer_megatron() -> None:
+def test_our_alias_replaces_a_flag_of_a_newer_megatron() -> None:
     """Megatron 0.20 has a field `mtp_hsm`, whose flag is our --mtp-hsm; its own code reads the field."""
     parser = ArgumentParser()
     parser.add_argument_group("transformer").add_argument("--mtp-hsm", action="store_true")

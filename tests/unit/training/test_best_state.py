@@ -60,7 +60,7 @@ def test_the_best_state_alone_stays_beside_those_of_the_interval(tmp_path: Path)
     assert (tmp_path / TRACKER).read_text() == "10"
 
 
-def test_a_resumed_run_knows_the_best_so_far_and_a_new_one_does_not(tmp_path: Path) -> None:
+def test_only_a_resumed_run_knows_the_best_state_so_far(tmp_path: Path) -> None:
     judged(BestState(run(tmp_path)), tmp_path, {2: 1.1, 4: 1.5, 6: 1.2})
     resumed = BestState(run(tmp_path, iteration=4))
     assert judged(resumed, tmp_path, {6: 1.2, 8: 1.4}) == []

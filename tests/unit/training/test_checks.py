@@ -42,7 +42,7 @@ def test_every_flag_of_the_ranges_is_one_of_megatrons() -> None:
         ("sgd_momentum", 1.0, "a number from 0 to less than 1"),
     ],
 )
-def test_a_number_that_megatron_takes_in_silence_is_refused(name: str, number: float, allowed: str) -> None:
+def test_invalid_numbers_that_megatron_accepts_are_rejected(name: str, number: float, allowed: str) -> None:
     with pytest.raises(ValueError, match=f"^{flag_of(name)} is {number}; give {allowed}.$"):
         check_ranges(SimpleNamespace(**{name: number}))  # type: ignore[arg-type]
 
@@ -87,7 +87,7 @@ def test_a_number_that_megatron_takes_in_silence_is_refused(name: str, number: f
         ("--fp8-format hybrid", "--fp8-format is hybrid, which Megatron computes with Transformer Engine alone"),
     ],
 )
-def test_what_would_pass_in_silence_is_one_sentence(
+def test_settings_that_would_be_silently_ignored_are_rejected(
     flags: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Regression: without Transformer Engine, a run with --fp8-format silently trained in full precision."""
@@ -95,7 +95,7 @@ def test_what_would_pass_in_silence_is_one_sentence(
 
 
 @pytest.mark.parametrize("name", ["/nowhere", "nobody/has-it"])
-def test_a_tokenizer_that_nobody_can_look_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_cannot_be_looked_up_is_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers would retry for most of a minute, and print its attempts."""
 
     def unknown(*_: object) -> None:
@@ -148,7 +148,7 @@ def test_a_rank_on_the_cpu_in_a_job_with_gpus_is_refused(
 
 
 @pytest.mark.usefixtures("_nothing_set")
-def test_a_rank_that_drafts_takes_its_device_before_it_meets_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafting_rank_selects_its_device_before_nccl_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise NCCL would put all ranks of a node on the first device."""
     taken: list[Any] = []
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
@@ -193,14 +193,16 @@ def test_a_job_without_gpus_runs_on_the_cpu(name: str, value: str, monkeypatch: 
         ("--tensor-model-parallel-size 2 --use-megatron-fsdp", None),
     ],
 )
-def test_one_connection_where_megatron_insists(words: str, value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatrons_required_number_of_cuda_connections_is_set(
+    words: str, value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run, "set_machine_flags", lambda argv, on_cpu: None)
     run.fit_to_machine(["pretrain_gpt.py", *words.split()], on_cpu=False)
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == value
 
 
 @pytest.mark.usefixtures("_nothing_set")
-def test_a_users_number_of_connections_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_number_of_cuda_connections_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     set_connections(["--tensor-model-parallel-size", "2"])
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"

@@ -113,7 +113,7 @@ def test_a_run_on_a_full_disk_goes_on_and_keeps_the_last_whole_checkpoint(
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000002"]
 
 
-def test_a_save_that_works_again_ends_the_matter(saves: Callable[..., tuple[Metrics, list[str]]]) -> None:
+def test_a_successful_save_clears_the_full_disk_warning(saves: Callable[..., tuple[Metrics, list[str]]]) -> None:
     metrics, _ = saves(FULL, None)
     assert metrics.unsaved is None
 
@@ -121,7 +121,7 @@ def test_a_save_that_works_again_ends_the_matter(saves: Callable[..., tuple[Metr
 @pytest.mark.parametrize(
     ("ends", "changes"), [((None, None, FULL), {}), ((FULL,), {"world_size": 2}), ((FULL,), {"mtp_patience": 3})]
 )
-def test_a_run_that_cannot_continue_ends_with_a_sentence(
+def test_a_run_that_cannot_continue_ends_with_a_clear_error(
     ends: tuple[BaseException | None, ...], changes: dict[str, Any], saves: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Its last save failed; one of several ranks failed; its best state would be lost."""

@@ -57,7 +57,7 @@ def test_contexts_that_cannot_be_counted_are_refused(
 
 
 @pytest.mark.usefixtures("megatron")
-def test_what_figures_depend_on_can_be_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_affect_the_figures_have_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--seq-length", "64", "--micro-batch-size", "2", "--drafter-blocks", "8"]
     given = evaluate.parser("evaluate").parse_args(["--load", str(trained(tmp_path / "mcore")), *flags])
     assert set(zip(flags[::2], flags[1::2], strict=True)) <= set(pairwise(evaluate._data_flags(given, tmp_path, [])))
@@ -80,7 +80,7 @@ def test_a_text_has_as_many_batches_as_its_tokens_have_labels_for(
     assert evaluate._data_flags(given, tmp_path, [])[:2] == ["--eval-iters", batches]
 
 
-def test_a_k_of_context_is_1024_tokens() -> None:
+def test_a_context_length_of_1k_is_1024_tokens() -> None:
     flags = ["--load", "x", "--context-lengths", "512", "2k", "4k"]
     assert evaluate.parser("evaluate").parse_args(flags).context_lengths == [512, 2048, 4096]
 

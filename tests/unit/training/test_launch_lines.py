@@ -84,7 +84,9 @@ WITHOUT_TE = "Transformer Engine|transformer-engine|install TE|without a CUDA de
 
 
 @pytest.mark.parametrize("name", tiered(LINES, list(LINES)[1::3]))
-def test_a_line_without_transformer_engine_trains_or_names_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformer_engine_a_launch_line_trains_or_names_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the flags added on such a machine; a fusion that the line itself requests is rejected."""
     line = LINES[name]
     monkeypatch.undo()
@@ -108,7 +110,7 @@ def settings(config: TransformerConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", tiered(LINES, list(LINES)[::3]))
-def test_a_checkpoint_of_a_line_drafts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_a_launch_line_drafts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one rank and two, with and without Transformer Engine, whatever the run's layout, fusions and precision."""
     line = LINES[name]
     launch(line, line.mended, monkeypatch)
@@ -134,7 +136,7 @@ REFUSED = {name: line for name, line in LINES.items() if line.refused is not Non
 
 
 @pytest.mark.parametrize("line", REFUSED.values(), ids=REFUSED.keys())
-def test_a_line_that_depths_cannot_train_with_is_refused(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_line_that_mtp_cannot_train_with_is_rejected(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     assert line.refused is not None
     launch(line, line.flags, monkeypatch)
     with pytest.raises((ValueError, AssertionError), match=line.refused.says):  # ours or Megatron's

@@ -42,7 +42,7 @@ DESCRIBED = ("pickle: arguments in .distcp", "pickle: common.pt", "pickle: .dist
 """Checkpoints whose list of tensors is intact: `inspect` describes them, and exits with status 1."""
 
 
-def test_every_damage_is_one_sentence_with_status_2(told: Told) -> None:
+def test_every_damage_gives_a_clear_error_with_status_2(told: Told) -> None:
     by_verb = {
         f"{fault}, {verb}": case
         for fault, verbs in told.items()
@@ -53,7 +53,7 @@ def test_every_damage_is_one_sentence_with_status_2(told: Told) -> None:
     assert {name: case for name, case in by_verb.items() if not refused(case)} == {}
 
 
-def test_inspect_describes_what_is_left(told: Told) -> None:
+def test_inspect_describes_the_rest_of_a_damaged_checkpoint(told: Told) -> None:
     cases = [told[fault]["inspect"] for fault in DESCRIBED if "inspect" in told.get(fault, ())]
     assert len(cases) > 1
     assert [case for case in cases if case["status"] != 1 or case["ran"]] == []

@@ -36,7 +36,7 @@ def add_greeting(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-def test_arguments_are_the_users_megatrons_and_ours(command_line: list[str], megatron: None) -> None:
+def test_users_arguments_are_parsed_with_megatrons_and_ours(command_line: list[str], megatron: None) -> None:
     args = megatron_lm.parse_and_validate_args(add_greeting, args_defaults={"lr_decay_style": "cosine"})
     assert (args.greeting, args.mtp_num_layers, args.mtp_architecture) == ("hello", 2, "sequential")
     model = megatron_lm.model_provider()
@@ -64,7 +64,7 @@ def test_a_hybrid_script_gets_a_hybrid(
         megatron_lm.pretrain(SimpleNamespace(model=argument_utils.hybrid_config_from_args(args)), None)
 
 
-def test_a_bad_flag_is_one_sentence(command_line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_flag_is_rejected_with_a_clear_error(command_line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     command_line += ["--mtp-architecture", "diagonal"]
     with pytest.raises(SystemExit) as exit_info:
         megatron_lm.parse_and_validate_args(add_greeting)
@@ -73,6 +73,6 @@ def test_a_bad_flag_is_one_sentence(command_line: list[str], capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("given", [{"forward_step_func": print}, {"model_provider": print}])
-def test_what_would_not_train_the_depths_is_not_taken(given: dict[str, Any]) -> None:
+def test_arguments_that_would_not_train_the_mtp_layers_are_rejected(given: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match="take them out of the call"):
         megatron_lm.pretrain(SimpleNamespace(model=None), None, ModelType.encoder_or_decoder, **given)

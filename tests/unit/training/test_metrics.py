@@ -127,7 +127,7 @@ def evaluate(metrics: Metrics, data: str, sets: int) -> None:
         (2, ["a", "b"], ["validation-a", "validation-b", "validation-a", "validation-b", "test-a", "test-b"]),
     ],
 )
-def test_evaluations_say_on_what_data_they_were(
+def test_evaluations_name_their_data(
     sets: int,
     names: list[str] | None,
     splits: list[str],

@@ -48,7 +48,7 @@ def test_every_depth_reads_a_state_that_predicts_its_token() -> None:
         assert sum(int(state.grad.sum()) for state in history if state.grad is not None) == depth * read_SBH.numel()
 
 
-def test_ages_are_of_the_step_and_the_position_alone() -> None:
+def test_ages_depend_only_on_step_and_position() -> None:
     whole_DS = drawn_ages(3, (7, 3), torch.arange(4000), 4000)
     own_S = torch.tensor([5, 6, 3999, 0])
     assert torch.equal(drawn_ages(3, (7, 3), own_S, 4000), whole_DS[:, own_S])
@@ -59,7 +59,7 @@ def test_ages_are_of_the_step_and_the_position_alone() -> None:
 
 
 @pytest.mark.usefixtures("megatron")
-def test_a_model_mixes_where_its_batch_has_ages_and_depth_1_reads_the_trunk() -> None:
+def test_states_are_mixed_by_age_and_depth_1_reads_the_trunk() -> None:
     model, given = our_model(3), make_batch(3)
     plain = given["depths"]
     positions = plain.positions_S.numel()
@@ -100,7 +100,7 @@ def test_training_mixes_and_evaluation_does_not(
 
 
 @pytest.mark.usefixtures("megatron")
-def test_blocks_are_those_of_the_step_whatever_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_depend_on_the_step_and_not_on_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four blocks of a sequence, on one rank and on two with half of its positions each; evaluations have one set."""
     args = SimpleNamespace(mtp_num_layers=2, seed=7, curr_iteration=3, context_parallel_size=1)
     monkeypatch.setattr(forward_step, "get_args", lambda: args)
@@ -128,7 +128,7 @@ def test_blocks_are_those_of_the_step_whatever_the_ranks(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("megatron")
-def test_the_loss_of_states_alone_does_not_mix() -> None:
+def test_mtp_loss_rejects_hidden_state_mixing() -> None:
     model, given = our_model(2), make_batch(2)
     tokens, labels, mask = (given[name] for name in ("tokens", "labels", "loss_mask"))
     settings = MTPConfig(mtp_hidden_state_mixing=True)

@@ -42,7 +42,7 @@ def test_the_state_is_loaded_and_the_rates_are_kept() -> None:
 
 
 @pytest.mark.parametrize("overrides", [False, True])
-def test_an_optimizer_keeps_the_rates_of_the_flags_where_that_is_asked_for(
+def test_an_optimizer_keeps_the_flags_learning_rates_if_requested(
     overrides: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "get_args", lambda: SimpleNamespace(override_opt_param_scheduler=overrides))

@@ -75,9 +75,7 @@ def attention(args: Namespace) -> int:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_is_read_as_the_model_that_it_names(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_builds_the_model_that_it_names(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(tmp_path)
     done = cluster.submit("pretrain", recipe)
     assert done.returncode == 0, done.stderr

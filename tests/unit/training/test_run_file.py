@@ -44,7 +44,7 @@ def test_a_config_file_equals_its_command_line(parser: ArgumentParser, tmp_path:
     assert parser.parse_args([*words, "--lr", "2e-3"]).lr == "2e-3"  # the command line takes precedence
 
 
-def test_a_switch_of_the_file_is_unset_on_the_command_line(parser: ArgumentParser) -> None:
+def test_the_command_line_can_unset_a_switch_of_the_config_file(parser: ArgumentParser) -> None:
     words = ["--num-layers", "4", "--swiglu", "--bf16", "--rope", "--lr", "1"]
     left, typed = without_unset(words, ["--no-swiglu", "--seed", "2", "--no-rope", "--no-lr", "--no-fp8"], parser)
     assert left == ["--num-layers", "4", "--bf16", "--rope", "--lr", "1"]
@@ -52,7 +52,7 @@ def test_a_switch_of_the_file_is_unset_on_the_command_line(parser: ArgumentParse
     assert parser.parse_args([*left, *typed[:3]]).rope is False
 
 
-def test_an_empty_file_says_nothing(parser: ArgumentParser, tmp_path: Path) -> None:
+def test_an_empty_config_file_gives_no_flags(parser: ArgumentParser, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("# nothing yet\n")
     assert flags_of(tmp_path / "run.yaml", parser) == []
 
@@ -79,7 +79,9 @@ def test_sections_without_an_end(text: str, parser: ArgumentParser, tmp_path: Pa
         ("[a]: 1", "line 1: a key is not a name of a flag"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(text: str, says: str, parser: ArgumentParser, tmp_path: Path) -> None:
+def test_mistakes_in_a_config_file_give_a_clear_error(
+    text: str, says: str, parser: ArgumentParser, tmp_path: Path
+) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"^--config") as refused:
         flags_of(tmp_path / "run.yaml", parser)
@@ -87,7 +89,7 @@ def test_what_is_wrong_is_one_sentence(text: str, says: str, parser: ArgumentPar
     assert "\n" not in str(refused.value)
 
 
-def test_a_file_that_is_not_there(parser: ArgumentParser, tmp_path: Path) -> None:
+def test_a_missing_config_file_is_rejected(parser: ArgumentParser, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read as YAML"):
         flags_of(tmp_path / "none.yaml", parser)
 

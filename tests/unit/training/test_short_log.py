@@ -48,7 +48,7 @@ def test_a_narrow_terminal_gets_what_fits() -> None:
     assert line_of(ROW, {}, 560, 4096, 80).endswith("| 8,192 tokens/s")
 
 
-def test_skipped_steps_are_said() -> None:
+def test_skipped_steps_are_printed() -> None:
     skipped = {"skipped steps": 3, "left out steps": 2}
     begins = "step 120/560 | 3 steps skipped | 2 steps skipped by --iterations-to-skip | lm loss"
     assert line_of(ROW | skipped, {}, 560, 4096).startswith(begins)
@@ -62,7 +62,7 @@ def test_a_run_has_twenty_lines_or_more(steps: int | None, interval: int) -> Non
     assert fitting_interval(steps) == interval
 
 
-def test_an_evaluation_ends_its_bar_and_shows_its_table(
+def test_an_evaluation_ends_its_progress_bar_and_prints_its_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """4 batches of 8 sequences, 2 per microbatch on each of 2 data-parallel ranks: 2 microbatches each, 8 in total."""
@@ -105,7 +105,9 @@ def speak() -> None:
     logging.getLogger("library").warning("deprecated")
 
 
-def test_the_terminal_has_ours_and_the_log_file_the_rest(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_shows_our_lines_and_the_log_file_the_rest(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         with quiet():

@@ -114,7 +114,7 @@ def test_a_flag_that_is_missing_is_named(tmp_path: Path, capfd: pytest.CaptureFi
         (FileNotFoundError(2, "No such file", "x.bin"), "'x.bin' cannot be used (No such file); correct the path"),
     ],
 )
-def test_what_is_raised_before_the_second_step_is_a_sentence(
+def test_errors_before_the_second_step_are_explained(
     error: Exception, begins: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sentence = said(lambda: train_step(ARGS, raising(error)), capfd)
@@ -140,7 +140,7 @@ def test_the_traceback_goes_to_the_log_of_the_run(tmp_path: Path, capfd: pytest.
     )
 
 
-def test_an_exit_without_a_status_is_no_success(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_exit_without_a_status_is_reported_as_a_failure(capfd: pytest.CaptureFixture[str]) -> None:
     for status in (None, 1):
         with quiet():
             print("ERROR: could not find the checkpoint")
@@ -167,7 +167,7 @@ def test_errors_of_a_run_that_has_started_stay_errors() -> None:
             train_step(ARGS, raising(error))
 
 
-def test_a_loss_that_is_no_number(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_nan_loss_is_explained(capfd: pytest.CaptureFixture[str]) -> None:
     assert said(lambda: validate_result(ARGS, raising(SystemExit())), capfd, has_started=True) == DIVERGED
     without_save = Namespace(**vars(ARGS) | {"save": None})
     assert said(lambda: save_checkpoint(without_save, raising(TypeError("no path"))), capfd) == DIVERGED
@@ -184,13 +184,13 @@ def test_our_own_refusals_are_whole_sentences(capfd: pytest.CaptureFixture[str])
     assert "traceback" not in sentence
 
 
-def test_ctrl_c_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_exits_with_status_130_without_a_traceback(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end, explained("train"):
         raise KeyboardInterrupt
     assert (end.value.code, capfd.readouterr().err) == (130, "train: interrupted\n")
 
 
-def test_an_optimizer_that_a_checkpoint_lacks_or_has_in_another_layout(capfd: pytest.CaptureFixture[str]) -> None:
+def test_missing_or_mismatched_optimizer_state_is_explained(capfd: pytest.CaptureFixture[str]) -> None:
     args = Namespace(**vars(ARGS) | {"load": "runs/y"})
     absent = said(lambda: train_step(args, raising(KeyError("optimizer"))), capfd)
     assert absent.startswith("--load runs/y has no optimizer state, or that of another optimizer; give --no-load-optim")

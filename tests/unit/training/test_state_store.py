@@ -46,7 +46,7 @@ def test_rows_are_read_by_another_process_column_by_column(tmp_path: Path) -> No
     assert torch.equal(store.read(key(1), column_of(5)), states(15))
 
 
-def test_a_shard_is_written_where_enough_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_is_written_when_enough_rows_are_buffered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_store, "SHARD", 3 * states(0).nbytes)
     store = StateStore(tmp_path, IDENTITY)
     found = []
@@ -88,13 +88,13 @@ def test_a_damaged_shard_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CALLED)
-def test_rows_of_something_else_are_refused(name: str, tmp_path: Path) -> None:
+def test_rows_of_another_trunk_or_dataset_are_rejected(name: str, tmp_path: Path) -> None:
     StateStore(tmp_path, IDENTITY)
     with pytest.raises(ValueError, match=f"states are of {CALLED[name]} \\(some, here other\\); name another"):
         StateStore(tmp_path, {**IDENTITY, name: "other"})
 
 
-def test_the_disk_is_asked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_disk_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=12_000_000_000))
     store = StateStore(tmp_path, IDENTITY)
     store.add(key(1), {HIDDEN: states(1)})
@@ -103,7 +103,7 @@ def test_the_disk_is_asked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         store.check_room(39, 10**9)
 
 
-def test_a_row_is_known_by_all_that_its_states_depend_on() -> None:
+def test_a_row_key_covers_everything_that_its_states_depend_on() -> None:
     def keys(resets: bool = False, **changes: Tensor) -> list[bytes]:
         positions = torch.arange(4).expand(2, 4)
         batch = {"tokens": torch.arange(8).view(2, 4), "position_ids": positions, "labels": None, "cu_seqlens": None}

@@ -108,7 +108,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("read", "said"), WRONG)
-def test_what_is_wrong_is_one_sentence(read: Callable[[], object], said: str) -> None:
+def test_mistakes_in_a_config_give_a_clear_error(read: Callable[[], object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         read()
 

@@ -40,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.matrix
-def test_a_run_goes_on_with_the_checkpoints_draft_vocabulary_in_another_layout(trained: Path, tmp_path: Path) -> None:
+def test_a_draft_vocabulary_is_resumed_in_another_layout(trained: Path, tmp_path: Path) -> None:
     flags = f"--load {trained}/checkpoint --ckpt-step {HALF} {TENSOR}".split()
     log = launch.run(command(tmp_path, trained / "corpus", *flags), tmp_path / "log")
     assert f"> the MTP layers draft {DRAFTED} of 128 tokens, as --load {trained}" in log

@@ -38,7 +38,7 @@ def test_a_recipe_trains(name: str, trunk: Path, tmp_path: Path) -> None:
     assert sorted(launch.learned(tmp_path)) == [1, 2]
 
 
-def test_flags_of_the_command_line_win(trunk: Path, tmp_path: Path) -> None:
+def test_command_line_flags_override_a_recipe(trunk: Path, tmp_path: Path) -> None:
     words = f"--recipe angelspec --load {trunk} --finetune --mtp-init random --mtp-metrics-dir {tmp_path}".split()
     words += "--log-interval 1 --lr 3e-3 --mtp-loss tv --min-lr=0".split()
     log = launch.run(launch.python("pretrain_gpt.py", *RUN, *words), tmp_path / "log")

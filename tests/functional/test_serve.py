@@ -300,7 +300,7 @@ def test_a_client_that_disconnects_frees_its_sequences(served: Served, stream: b
     shutil.which("guidellm") is None,
     reason="guidellm is not on PATH; install it into an environment of its own and put that one's bin/ at PATH's end",
 )
-def test_guidellm_measures_it(served: Served, folder: Path, tmp_path: Path) -> None:
+def test_guidellm_can_benchmark_the_server(served: Served, folder: Path, tmp_path: Path) -> None:
     """The command of docs/guides/serve.md, with fewer requests and without a network."""
     page = blocks(DOCUMENTS["docs/guides/serve.md"].read_text(), "bash")
     (command,) = (block for _, block in page if block.startswith("guidellm run"))

@@ -86,7 +86,7 @@ def test_attached_layers_pass_every_case(kind: str) -> None:
 
 
 @pytest.mark.matrix
-def test_a_hybrid_passes_where_it_matches_one_process() -> None:
+def test_a_hybrid_is_judged_by_comparison_with_one_process() -> None:
     words = "--hybrid-layer-pattern MEM*EME/*E --num-experts 64 --position-embedding-type none --normalization RMSNorm"
     sizes = " ".join(
         f"--{name}-parallel-size 2" for name in ("tensor-model", "pipeline-model", "expert-model", "context")

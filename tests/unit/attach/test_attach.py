@@ -654,7 +654,7 @@ def test_a_step_that_fails_ends_the_others(model: Path, tmp_path: Path, monkeypa
 
 
 @pytest.mark.usefixtures("megatron")
-def test_a_corpus_of_too_few_documents_is_refused_before_anything_is_fitted_to_it(
+def test_a_corpus_with_too_few_documents_is_rejected_before_the_fit(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """2 % of three documents is zero documents."""
@@ -686,7 +686,7 @@ def test_one_step_alone_runs_in_this_process(model: Path, tmp_path: Path, monkey
     assert len(ran) == 1
 
 
-def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_model_gives_a_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["attach", str(tmp_path), "texts"])
     (said,) = capsys.readouterr().err.splitlines()
@@ -739,7 +739,7 @@ def test_a_model_is_downloaded_without_code(tmp_path: Path, monkeypatch: pytest.
         ("SomethingElse", "the reason in lines; try again, or give a folder."),
     ],
 )
-def test_a_download_that_fails_is_one_sentence(kind: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_gives_a_clear_error(kind: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(*_: object, **__: object) -> str:
         raise type(kind, (Exception,), {})("the reason\nin lines")
 

@@ -271,7 +271,7 @@ def test_the_two_forwards_of_a_preference_loss_train_the_heads_on_both(has_refer
     assert [name for name, grad in heads.items() if relative_difference(gradients[1][name], grad) > 1e-6] == []
 
 
-def test_the_first_of_two_forwards_cannot_be_asked_for_after_the_second() -> None:
+def test_the_loss_of_an_earlier_forward_is_not_available() -> None:
     (model, attached), pair = with_several(), [make_batch(STEPS, seed=seed) for seed in (2, 3)]
     for batch in pair:
         forward(model, batch)

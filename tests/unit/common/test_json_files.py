@@ -92,7 +92,7 @@ def test_a_damaged_file_beside_the_config_is_found(file: str, text: str, says: s
     assert says in found[0]
 
 
-def test_what_loaders_take_is_sound(folder: Path) -> None:
+def test_configs_that_loaders_accept_pass(folder: Path) -> None:
     change(folder, eos_token_id=[2, 3], pad_token_id=-1, rope_scaling=None, quantization_config=None, auto_map={})
     change(folder, dtype={"": "float32"}, architectures=None)
     change(folder, "generation_config.json", eos_token_id=2, temperature=0.6)

@@ -248,7 +248,7 @@ def test_a_role_that_the_template_does_not_name_is_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("tagged", [False, True], ids=["plain", "tagged"])
-def test_what_is_not_trained_on_is_counted(tagged: bool, tmp_path: Path) -> None:
+def test_messages_that_are_not_trained_on_are_counted(tagged: bool, tmp_path: Path) -> None:
     tokenizer = SHAPES["Qwen2.5"].tokenizer(tmp_path, tagged)
     left_out = Counter[str]()
     turns = [user("q"), said("a", "t"), user("r"), said("b") | {"loss": 0}, user("s"), said("c")]

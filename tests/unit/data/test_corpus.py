@@ -140,7 +140,7 @@ def test_a_long_file_is_encoded_in_parts_and_stays_one_document(
     ],
     ids=["gzip", "zstd", "bzip2", "xz", "utf-16"],
 )
-def test_a_file_that_is_no_text_is_refused(
+def test_a_file_that_is_not_utf_8_text_is_rejected(
     name: str, data: bytes, kind: str, tmp_path: Path, letters: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Regression: it was read as text, with replacement characters for invalid bytes."""

@@ -28,6 +28,6 @@ def test_a_long_dataset_is_counted_in_slices(tmp_path: Path, monkeypatch: pytest
     assert most_frequent([long], None, 2, 10) == ([1, 2], pytest.approx(0.9, abs=0.02))
 
 
-def test_a_dataset_that_is_gone_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_dataset_gives_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^--data-path: the tokens of '.*gone' cannot be counted: "):
         most_frequent([str(tmp_path / "gone")], None, 1, 10)

@@ -90,7 +90,7 @@ def test_a_model_stays_with_the_checkpoint(kind: str, tmp_path: Path, monkeypatc
     assert read_tokenizer(kept)("the cat").input_ids == read_tokenizer(Path("mine.model"))("the cat").input_ids
 
 
-def test_a_missing_package_and_a_damaged_model_are_one_sentence(
+def test_a_missing_package_or_damaged_model_gives_a_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = model(tmp_path) / "tokenizer.model"

@@ -47,7 +47,7 @@ def test_a_record_gives_the_expected_acceptance(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"acceptance": [1]}', '{"acceptance": [1], "overlap": [1, 1]}'])
-def test_a_damaged_record_is_refused_in_a_sentence(text: str, tmp_path: Path) -> None:
+def test_a_damaged_record_is_rejected_with_a_clear_error(text: str, tmp_path: Path) -> None:
     (tmp_path / RECORD).write_text(text)
     with pytest.raises(ValueError, match="not a record of acceptance; remove it, or evaluate"):
         read_record(tmp_path)

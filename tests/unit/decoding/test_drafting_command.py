@@ -215,7 +215,7 @@ def test_energy_is_that_of_the_device_of_this_process(
     assert cost.start_meter()() == joules
 
 
-def test_without_a_library_or_a_counter_there_are_no_joules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_energy_is_missing_without_a_library_or_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zeus", SimpleNamespace())
     without = SimpleNamespace(ZeusMonitor=lambda *_: SimpleNamespace(gpu_indices=[], cpu_indices=[]))
     for module in (without, None):

@@ -87,7 +87,7 @@ def test_another_tokenizer_replaces_the_kept_one(tmp_path: Path) -> None:
     assert (tmp_path / "tokenizer" / "tokenizer.json").read_bytes() == kept
 
 
-def test_a_conversion_that_megatron_cannot_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_a_conversion_that_megatron_cannot_run_is_rejected(tmp_path: Path) -> None:
     source = hf_models.make(tmp_path / "hf", "mimo_v2_flash", 1)
     hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True))
     with pytest.raises(ValueError, match=r"--load is .* cannot run: it has sliding windows"):

@@ -65,7 +65,7 @@ def test_one_setting_has_one_name() -> None:
         config_from({"method": "mtp", "rejection_sample_method": "block", "verifier": "block"})
 
 
-def test_what_is_left_out_is_the_default() -> None:
+def test_omitted_config_keys_have_their_defaults() -> None:
     config = config_from({"method": "ngram", "verifier": "joint"})
     assert config.settings == NgramSettings(ngram_min=1, ngram_max=4)
     assert config.verifier_settings == JointSettings(threshold=0.5)

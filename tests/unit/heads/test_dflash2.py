@@ -246,6 +246,6 @@ def test_a_draft_vocabulary_is_refused() -> None:
         our_model(DRAFTS, drafted=[1, 2, 3], num_layers=LAYERS, drafter_layers=READ, drafter=KINDS["dflash2"])
 
 
-def test_a_hidden_size_that_is_no_multiple_of_16_is_refused() -> None:
+def test_a_hidden_size_that_is_not_a_multiple_of_16_is_rejected() -> None:
     with pytest.raises(ValueError, match="size is 40, and --drafter dflash2 needs a multiple of 16"):
         our_model(DRAFTS, num_layers=LAYERS, hidden_size=40, drafter_layers=READ, drafter=KINDS["dflash2"])

@@ -40,7 +40,7 @@ def test_a_tracker_with_an_iteration_is_not_changed(tmp_path: Path) -> None:
     assert (tmp_path / TRACKER).read_text() == "3\n"
 
 
-def test_a_missing_complete_iteration_is_reported(tmp_path: Path) -> None:
+def test_a_folder_without_complete_iterations_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no whole iteration; give another checkpoint"):
         repair_tracker(folder_with(tmp_path, whole=[], half=[3], tracker=""))
     assert (tmp_path / TRACKER).read_text() == ""
@@ -66,7 +66,7 @@ def test_a_lost_tracker_and_whole_iterations_are_named(tmp_path: Path) -> None:
     assert "(whole: 3, release)" in another(folder / "iter_0000006")
 
 
-def test_only_a_tracker_file_makes_a_folder_a_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_without_tracker_or_iterations_is_not_a_checkpoint(tmp_path: Path) -> None:
     folder_with(tmp_path, whole=[], half=[9], tracker="")
     assert is_checkpoint(tmp_path)
     (tmp_path / TRACKER).unlink()

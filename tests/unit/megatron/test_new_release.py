@@ -31,7 +31,7 @@ def places(source: str) -> list[str]:
     return named + [line.strip() for line in source.splitlines() if BOUND.search(line)]
 
 
-def test_release_dependent_code_is_only_in_megatron() -> None:
+def test_release_dependent_code_is_only_in_the_megatron_folder() -> None:
     found = {
         str(path.relative_to(PACKAGE)): found
         for path in PACKAGE.rglob("*.py")

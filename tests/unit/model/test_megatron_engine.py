@@ -158,7 +158,7 @@ def test_the_trunk_computes_the_same_for_the_engine(pattern: str | None) -> None
     torch.testing.assert_close(logits_BSV, elsewhere_BSV)
 
 
-def test_what_the_engine_cannot_draft_is_refused() -> None:
+def test_settings_that_the_engine_cannot_draft_with_are_rejected() -> None:
     states_NBH, tokens_BN, positions_BN = requests(2)
     parallel = our_model(1, architecture="parallel").eval()
     with pytest.raises(ValueError, match="parallel heads"):

@@ -64,7 +64,7 @@ def test_every_norm_of_a_spec_is_swapped_and_the_spec_itself_is_left_alone() -> 
     assert WrappedTorchNorm not in swapped
 
 
-def test_a_model_without_transformer_engine_has_portable_norms_alone(megatron: None) -> None:
+def test_a_model_without_transformer_engine_has_only_portable_norms(megatron: None) -> None:
     norms = [module for module in our_model(2).modules() if "Norm" in type(module).__name__]
     assert len(norms) == 2 * 2 + 1 + 2 * 5
     assert {type(norm) for norm in norms} == {PortableNorm}

@@ -155,7 +155,7 @@ def test_energy_is_counted_over_layers_that_are_not_zeros(
 
 
 @pytest.mark.parametrize("verb", [[], ["start"]])
-def test_without_a_device_it_is_skipped_in_one_sentence(verb: list[str], tmp_path: Path) -> None:
+def test_without_a_device_the_check_is_skipped_with_one_line(verb: list[str], tmp_path: Path) -> None:
     run = check(*verb, "--out", tmp_path / "out")
     assert run.returncode == 77
     assert run.stdout.count("\n") == 1
@@ -307,7 +307,7 @@ def test_the_limits_of_a_short_run_add_up_to_less_than_four_minutes() -> None:
     assert all(part.short < part.seconds for part in short)
 
 
-def test_a_benchmark_is_asked_for_less_in_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_run_reduces_the_benchmark_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
     def reports(_: Setting, name: str, words: list[Any]) -> str:

@@ -91,7 +91,7 @@ def test_usage_counts_prompts_once_and_tokens_as_they_come(
     assert 0 <= usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"] - len(prompts)
 
 
-def test_a_prompt_is_cached_if_an_earlier_request_ran_it(server: Running) -> None:
+def test_a_prompt_is_cached_after_an_earlier_request_with_it(server: Running) -> None:
     """Not if one of its own choices did."""
     cached = [
         completion(server, prompt=[50, 51, 52, 53], n=3)["usage"]["prompt_tokens_details"]["cached_tokens"]

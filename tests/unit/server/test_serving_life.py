@@ -361,9 +361,7 @@ def test_a_log_that_cannot_be_written_ends_no_request(codec: Codec, monkeypatch:
     assert any("shutting down after all" in line for line in failed)
 
 
-def test_answers_are_counted_and_logged_where_that_is_asked_for(
-    codec: Codec, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_responses_are_counted_and_optionally_logged(codec: Codec, capsys: pytest.CaptureFixture[str]) -> None:
     for settings in (ServerSettings(), ServerSettings(access_log=True)):
         with running(Parrot(), codec, key="secret", settings=settings) as server:
             authorized = {"Authorization": "Bearer secret"}

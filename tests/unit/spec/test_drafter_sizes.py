@@ -268,7 +268,7 @@ def test_arguments_and_config_give_the_same_latent_attention() -> None:
         ),
     ],
 )
-def test_what_tensor_parallel_ranks_cannot_share_is_refused(given: dict[str, Any], said: str) -> None:
+def test_sizes_that_tensor_parallel_ranks_cannot_split_are_rejected(given: dict[str, Any], said: str) -> None:
     of_run = {"drafter": "eagle3", "tensor_model_parallel_size": 4, **OF_ARGUMENTS, **given}
     unset = dict.fromkeys(("drafter_layers", "drafter_num_layers", "drafter_markov_rank"))
     with pytest.raises(ValueError, match=said):

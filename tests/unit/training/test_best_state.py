@@ -88,7 +88,7 @@ def test_a_best_state_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("moment", ["written_beside", "remove"])
-def test_a_kill_leaves_a_best_state_that_is_there(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_leaves_an_existing_best_state(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = BestState(run(tmp_path))
     judged(state, tmp_path, {2: 1.1})
 

@@ -100,7 +100,7 @@ def saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     return made
 
 
-def test_a_run_on_a_full_disk_goes_on_and_keeps_the_last_whole_checkpoint(
+def test_a_full_disk_keeps_the_run_and_its_last_complete_checkpoint(
     saves: Callable[..., tuple[Metrics, list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     metrics, timed = saves(None, FULL)

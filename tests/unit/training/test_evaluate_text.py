@@ -15,7 +15,7 @@ from megatron_mtp.training.contexts import MOST_CONTEXTS, by_context, numbers_of
 
 @pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize("trust", [[], ["--trust-remote-code"]])
-def test_the_corpus_is_made_with_the_tokenizers_code_where_that_is_trusted(
+def test_the_corpus_uses_the_tokenizers_code_if_it_is_trusted(
     trust: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = train_bpe(["some words to make a vocabulary of"] * 3, 260, tmp_path / "bpe")

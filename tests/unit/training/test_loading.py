@@ -102,7 +102,7 @@ def test_inspect_describes_the_rest_of_a_damaged_checkpoint(told: Told) -> None:
         ),
     ],
 )
-def test_the_sentence_names_the_fault(fault: str, verb: str, says: str, told: Told) -> None:
+def test_the_error_names_the_fault(fault: str, verb: str, says: str, told: Told) -> None:
     assert refused(told[fault][verb]), told[fault][verb]
     assert says in told[fault][verb]["error"].splitlines()[-1]
 
@@ -121,5 +121,5 @@ def test_the_sentence_names_the_fault(fault: str, verb: str, says: str, told: To
         ("saved again by another program", "as it is"),
     ],
 )
-def test_what_can_be_loaded_is_loaded(fault: str, verb: str, told: Told) -> None:
+def test_loadable_checkpoints_are_loaded(fault: str, verb: str, told: Told) -> None:
     assert told[fault][verb]["status"] == 0, told[fault][verb]["error"]

@@ -93,7 +93,7 @@ def test_a_lost_tracker_and_the_sound_iteration_beside_a_damaged_one_are_named(s
         (["glm", "--logits", "--text", "nowhere"], "which is not a file; give a text"),
     ],
 )
-def test_bad_input_is_one_sentence_with_status_2(
+def test_bad_input_gives_a_clear_error_with_status_2(
     words: list[str], says: str, glm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -190,7 +190,7 @@ def test_a_checkpoint_is_compared_with_its_arguments(saved: Path, tmp_path: Path
     assert any("'rotary_base'" in one["says"] for one in result["findings"])
 
 
-def test_a_checkpoint_whose_file_is_cut_lists_what_it_held(saved: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_truncated_file_lists_its_tensors(saved: Path, tmp_path: Path) -> None:
     theirs = Path(shutil.copytree(saved, tmp_path / "theirs"))
     file = max((theirs / "release").glob("*.distcp"), key=lambda path: path.stat().st_size)
     file.write_bytes(file.read_bytes()[:-5000])
@@ -243,7 +243,7 @@ def test_packed_experts_are_single_ones_in_another_form(tmp_path: Path) -> None:
     assert guesses(audit(single, packed)) == {"other numbers"}
 
 
-def test_numbers_that_no_trained_weight_has(glm: Path, tmp_path: Path) -> None:
+def test_nan_and_infinite_weights_are_found(glm: Path, tmp_path: Path) -> None:
     odd = Path(shutil.copytree(glm, tmp_path / "odd"))
     on("model.layers.2.input_layernorm.weight", lambda tensor: tensor / 0)(odd)
     found = {one["guess"]: one["names"] for one in audit(odd)["findings"] if one["severity"] != "note"}
@@ -435,7 +435,7 @@ def deep_config(folder: Path) -> None:
         (deep_config, {"damaged config"}),
     ],
 )
-def test_odd_folders_are_described_in_sentences(
+def test_odd_folders_are_described_without_a_traceback(
     change: Callable[[Path], None], found: set[str], glm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     odd = Path(shutil.copytree(glm, tmp_path / "odd \u00e9\u202e"))
@@ -462,7 +462,7 @@ FIVE = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8], [9, 1, 2, 4], [3, 1, 4, 1], [
         ("shape", lambda t: t[:, :3]),
     ],
 )
-def test_a_difference_of_numbers_that_a_person_can_check(guess: str, change: Any) -> None:
+def test_differences_between_small_tensors_are_explained(guess: str, change: Any) -> None:
     a = FIVE + 0.001 if guess == "rounded" else FIVE
     assert explain(a, change(FIVE).contiguous())[0] == guess
 
@@ -476,7 +476,7 @@ def test_a_single_number_that_differs() -> None:
 
 
 @pytest.mark.parametrize("size", [8, 7])
-def test_bits_are_compared_and_not_numbers(size: int) -> None:
+def test_tensors_are_compared_bit_by_bit(size: int) -> None:
     """Including a slice that does not start at a word boundary."""
     zeros = torch.zeros(size + 1, dtype=torch.bfloat16)[1:]
     nothing = torch.full((size,), float("nan"))

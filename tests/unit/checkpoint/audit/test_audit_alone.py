@@ -58,7 +58,7 @@ def test_a_trunk_without_rules_is_sound_and_a_lost_tensor_or_layer_is_found(name
             HFModel.read(folder)
 
 
-def test_a_carried_tensor_of_a_checkpoint_is_compared_with_the_class_too(tmp_path: Path) -> None:
+def test_carried_tensors_of_a_checkpoint_are_checked_for_shape(tmp_path: Path) -> None:
     assert main(["hf-to-mcore", str(made(tmp_path / "hf", "mimo_v2_flash")), str(tmp_path / "saved")]) == 0
     assert alarms(tmp_path / "saved") == []
     config = tmp_path / "saved" / HF_FILES / "config.json"
@@ -135,7 +135,7 @@ def test_an_index_that_later_drafts_share_needs_an_indexer(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("copy", ["embed_tokens", "shared_head.head"])
-def test_a_copy_that_is_no_longer_the_trunks_is_found(copy: str, tmp_path: Path) -> None:
+def test_a_stale_copy_of_a_trunk_tensor_is_found(copy: str, tmp_path: Path) -> None:
     """Fine-tuning changes embedding and head, but not the copies in an MTP layer."""
     folder = make(tmp_path / "hf", "glm4_moe", 1, torch.bfloat16)
     whole = read(folder)
@@ -146,7 +146,7 @@ def test_a_copy_that_is_no_longer_the_trunks_is_found(copy: str, tmp_path: Path)
     assert found.startswith(f"stale copy: '{name}'")
 
 
-def test_a_copy_in_a_wider_type_is_no_stale_one(tmp_path: Path) -> None:
+def test_a_copy_in_a_wider_type_is_not_stale(tmp_path: Path) -> None:
     """A merge may carry an MTP layer over in float32; a single different number still makes the copy stale."""
     folder = make(tmp_path / "hf", "glm4_moe", 1, torch.bfloat16)
     whole = {name: one.float() if ".layers.3." in name else one for name, one in read(folder).items()}
@@ -162,7 +162,7 @@ def test_a_copy_in_a_wider_type_is_no_stale_one(tmp_path: Path) -> None:
     assert any(one.startswith(f"stale copy: '{name}'") for one in alarms(folder))
 
 
-def test_a_count_of_0_says_that_no_depth_is_wanted(tmp_path: Path) -> None:
+def test_a_count_of_0_means_that_no_mtp_layer_is_expected(tmp_path: Path) -> None:
     folder = make(tmp_path / "hf", "qwen3_next", 0)
     with_keys(folder, mtp_num_hidden_layers=0)
     assert alarms(folder) == []
@@ -215,7 +215,7 @@ def test_the_list_of_unquantized_modules_is_compared_with_the_tensors(
 
 
 @pytest.mark.parametrize("shard", [True, False])
-def test_a_whole_file_beside_an_index_is_described_as_it_is(shard: bool, tmp_path: Path) -> None:
+def test_a_single_file_beside_an_index_is_described(shard: bool, tmp_path: Path) -> None:
     folder = make(tmp_path / "hf", "llama", 0)
     name = "model-00001-of-00001.safetensors"
     index = {"weight_map": dict.fromkeys(read(folder), name)}
@@ -306,7 +306,7 @@ STRANGE: dict[str, tuple[Callable[[Tensors], None], str]] = {
 
 @pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize("strange", STRANGE)
-def test_one_strange_tensor_is_named_and_all_else_is_described(strange: str, lost: bool, tmp_path: Path) -> None:
+def test_an_unknown_tensor_is_named_and_the_rest_described(strange: str, lost: bool, tmp_path: Path) -> None:
     """It also reports whether the MTP layers are complete."""
     spoil, says = STRANGE[strange]
     folder = make(tmp_path / "hf", "glm4_moe", 1)
@@ -338,7 +338,7 @@ def test_a_shard_that_is_missing_or_broken_is_named_and_the_others_are_described
         (folder / "other.safetensors").write_bytes(b"half a file")
 
 
-def test_a_warning_of_both_sides_is_no_difference(tmp_path: Path) -> None:
+def test_a_warning_on_both_sides_is_not_a_difference(tmp_path: Path) -> None:
     folder = make(tmp_path / "hf", "qwen3_next", 0)
     assert len(alarms(folder)) == 1
     both = audit(folder, folder)
@@ -346,9 +346,7 @@ def test_a_warning_of_both_sides_is_no_difference(tmp_path: Path) -> None:
     assert any(one["says"].startswith("On both sides: Models of this family") for one in both["findings"])
 
 
-def test_an_export_without_the_depths_that_published_models_have_counts_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_without_mtp_layers_counts_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make(tmp_path / "hf", "qwen3_next", 0)
     assert main(["hf-to-mcore", str(folder), str(tmp_path / "mcore"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

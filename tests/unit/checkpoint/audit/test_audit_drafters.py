@@ -88,7 +88,7 @@ OF_NUMBERS = ("NaN", "integers")
 
 
 @pytest.mark.parametrize("fault", ALONE)
-def test_a_fault_of_a_folder_is_found_and_explained(fault: str, pairs: Pairs, tmp_path: Path) -> None:
+def test_a_fault_in_a_drafter_folder_is_found_and_explained(fault: str, pairs: Pairs, tmp_path: Path) -> None:
     name, spoil, keys, guess = ALONE[fault]
     folder = spoiled(pairs[name][0], tmp_path / "spoiled", spoil, **keys)
     assert first(audit(folder)) == guess

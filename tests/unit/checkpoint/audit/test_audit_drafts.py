@@ -158,7 +158,7 @@ def of_row(row: str, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_an_audit_says_what_of_a_family_drafts(row: str, tmp_path: Path) -> None:
+def test_an_audit_lists_the_drafting_layers_of_a_family(row: str, tmp_path: Path) -> None:
     folder = of_row(row, tmp_path / "hf")
     depths, line = ROWS[row][1:]
     assert audit(folder)["sides"][0]["depths"]["files"] == depths
@@ -188,7 +188,7 @@ def test_a_lost_head_of_a_family_that_does_not_convert_is_found(
     assert len(said.splitlines()) == 1
 
 
-def test_an_unknown_type_is_refused_with_the_nearest_that_converts(
+def test_an_unknown_model_type_is_rejected_with_the_nearest_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = folder_of(tmp_path / "hf", {"model_type": "qwen3_6_moe"}, [])
@@ -266,7 +266,7 @@ TWINS: dict[str, tuple[dict[str, Any], list[str], str, list[str]]] = {
 
 
 @pytest.mark.parametrize("twin", TWINS)
-def test_a_drafter_inside_of_a_model_is_no_depth(twin: str, tmp_path: Path) -> None:
+def test_a_drafter_inside_a_model_does_not_count_as_a_depth(twin: str, tmp_path: Path) -> None:
     keys, names, line, wrong = TWINS[twin]
     folder = folder_of(tmp_path / "hf", keys, names)
     assert alarms(folder) == wrong
@@ -292,7 +292,7 @@ def test_a_folder_with_a_drafter_inside_is_refused_by_its_name(
 
 
 @pytest.mark.usefixtures("megatron")
-def test_a_drafter_inside_of_a_known_model_is_carried_and_is_no_depth(
+def test_a_drafter_inside_a_known_model_is_carried_but_not_a_depth(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make(tmp_path / "hf", "deepseek_v3-lean", 0)

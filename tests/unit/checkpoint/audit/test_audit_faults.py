@@ -43,7 +43,7 @@ def test_a_planted_fault_is_found(fault: Fault, found: Any) -> None:
     assert found(fault) != "nothing"
 
 
-def test_most_faults_are_explained_rightly(found: Any) -> None:
+def test_most_faults_are_explained_correctly(found: Any) -> None:
     rows = [(fault.family, fault.kind, fault.what, fault.guess, found(fault)) for fault in FAULTS]
     assert len(rows) >= 60
     assert len(Counter(fault.kind for fault in FAULTS)) == 6

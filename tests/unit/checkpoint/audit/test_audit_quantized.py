@@ -234,7 +234,7 @@ def test_a_list_with_another_prefix_than_the_tensors_is_named(tmp_path: Path) ->
     assert advice == "in config.json, give these entries the prefix of the tensors"
 
 
-def test_two_forms_that_two_groups_declare_are_sound(tmp_path: Path) -> None:
+def test_two_quantization_formats_in_two_groups_pass(tmp_path: Path) -> None:
     """Trunk and MTP layers in separate groups, as compressed-tensors declares them."""
     folder = quantized(tmp_path / "hf", "fp8 rows")
     write(

@@ -239,7 +239,7 @@ QUICK = ("a depth is another one", "a norm of zeros", "enorm is hnorm", "an expe
 
 
 @pytest.mark.parametrize("damage", tiered(DAMAGED, QUICK))
-def test_damage_is_found_with_its_sentence(damage: str, folder: Path, tmp_path: Path) -> None:
+def test_damage_is_found_with_the_right_message(damage: str, folder: Path, tmp_path: Path) -> None:
     spoil, guess, says = DAMAGED[damage]
     spoilt = Path(shutil.copytree(folder, tmp_path / "spoilt"))
     spoil(spoilt)
@@ -405,7 +405,7 @@ def test_damage_is_found_beside_the_original(damage: str, folder: Path, tmp_path
 
 
 @pytest.mark.parametrize("change", SAME)
-def test_what_changes_nothing_is_a_note(change: str, folder: Path, tmp_path: Path) -> None:
+def test_harmless_differences_are_notes(change: str, folder: Path, tmp_path: Path) -> None:
     spoil, says = SAME[change]
     other = Path(shutil.copytree(folder, tmp_path / "other"))
     spoil(other)
@@ -414,7 +414,7 @@ def test_what_changes_nothing_is_a_note(change: str, folder: Path, tmp_path: Pat
     assert any(says in one["says"] for one in result["findings"])
 
 
-def test_bits_that_a_checkpoint_has_elsewhere_are_named(folder: Path, tmp_path: Path) -> None:
+def test_a_copy_of_another_layer_is_named(folder: Path, tmp_path: Path) -> None:
     hf_to_mcore(folder, tmp_path / "saved", QUIET)
     spoilt = Path(shutil.copytree(folder, tmp_path / "spoilt"))
     copied(r"layers\.2\.", "layers.1.")(spoilt)

@@ -24,9 +24,7 @@ def in_pieces(tensor: Tensor, rows: int) -> Look:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", [(24, 40), (24, 7), (6, 10, 9), (31,), (5, 1, 4)])
-def test_pieces_of_any_size_give_the_same_digest_and_one_other_number_another(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_digests_do_not_depend_on_the_piece_size(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = numbers(*shape, dtype=dtype)
     assert len({in_pieces(tensor, rows).bits for rows in (1, 2, 5, len(tensor))}) == 1
     for place in range(0, tensor.numel(), 7):
@@ -53,7 +51,7 @@ def test_a_transposed_or_permuted_matrix_has_another_digest(shape: tuple[int, in
         ((64, 1, 4), (0, 8), (0, 0)),
     ],
 )
-def test_zeros_are_runs_of_rows_and_blocks_of_columns(
+def test_zero_rows_and_column_blocks_are_found(
     shape: tuple[int, ...], rows: Run, columns: Run, dtype: torch.dtype
 ) -> None:
     """For a stack, the zeros of every matrix."""
@@ -89,6 +87,6 @@ def test_parts_of_equal_bits_are_found_in_halves_quarters_and_eighths(
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0,), ()])
-def test_nothing_and_a_single_number_have_a_digest(shape: tuple[int, ...]) -> None:
+def test_empty_and_single_element_tensors_have_a_digest(shape: tuple[int, ...]) -> None:
     assert Look.of(torch.ones(shape)).bits is not None
     assert Look.of(torch.zeros(8, 8)).zero_rows == ()

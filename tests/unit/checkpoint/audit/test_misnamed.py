@@ -98,7 +98,7 @@ def test_a_misnamed_head_is_named_with_its_right_name(
     assert [one for one in audit(folder)["findings"] if one["severity"] != "note"] == others
 
 
-def test_the_sentence_is_this_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_names_the_misnamed_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make(tmp_path / "hf", "qwen3_5", 1)
     whole = read(folder)
     capsys.readouterr()
@@ -111,7 +111,7 @@ def test_the_sentence_is_this_one(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(("held", "counted"), [(0, 1), (1, 3), (3, 1)])
-def test_another_count_advises_to_fetch_or_to_count_what_is_there(
+def test_a_wrong_layer_count_advises_a_download_or_another_count(
     held: int, counted: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make(tmp_path / "hf", "glm4_moe", held)

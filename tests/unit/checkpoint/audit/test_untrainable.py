@@ -70,7 +70,7 @@ def test_models_that_megatron_computes_differently_are_refused(kind: str, change
         flags(kind, **changes)
 
 
-def test_groups_are_scored_alike_where_two_experts_of_each_are_chosen_or_all_groups() -> None:
+def test_router_groups_convert_if_scored_as_in_megatron() -> None:
     some = flags("glm4_moe", **GROUPS, topk_group=2, num_experts_per_tok=4)
     place = some.index("--moe-router-num-groups")
     assert some[place : place + 4] == ["--moe-router-num-groups", "4", "--moe-router-group-topk", "2"]

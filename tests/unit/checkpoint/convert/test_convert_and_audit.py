@@ -54,7 +54,7 @@ COPIES = ("embed_tokens.weight", "head.weight")
 
 
 @pytest.mark.parametrize("name", tiered(FAMILIES, FIRST))
-def test_what_a_conversion_refuses_an_audit_explains(name: str, tmp_path: Path) -> None:
+def test_audit_explains_every_fault_that_convert_rejects(name: str, tmp_path: Path) -> None:
     folder = make(tmp_path / "hf", ALL[name], ALL[name].depths[-1], torch.bfloat16)
     whole = read(folder)
     assert (refused(folder), alarms(folder)) == ("", [])

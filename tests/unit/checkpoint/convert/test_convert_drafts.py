@@ -71,7 +71,7 @@ def test_depths_draft_the_most_frequent_tokens_of_a_corpus(
     assert vocabulary.size == 2
 
 
-def test_a_list_takes_the_place_of_the_one_before(converted: Path, tmp_path: Path) -> None:
+def test_a_new_draft_vocabulary_replaces_the_old_one(converted: Path, tmp_path: Path) -> None:
     for number, ids in enumerate(([3, 1], [8, 2, 5]), 1):
         (tmp_path / "ids").write_text("\n".join(map(str, ids)))
         source = converted / "mcore" if number == 1 else tmp_path / "1"
@@ -118,7 +118,7 @@ def test_a_damaged_list_beside_a_model_is_refused(
     assert said.count("\n") == 1
 
 
-def test_a_list_beside_a_trunk_alone_is_left(converted: Path, tmp_path: Path) -> None:
+def test_a_draft_vocabulary_beside_only_a_trunk_is_ignored(converted: Path, tmp_path: Path) -> None:
     assert run("mcore-to-hf", converted / "trunk", tmp_path / "hf") == 0
     torch.save([4, 9], tmp_path / "hf/draft_vocabulary.pt")
     assert run("hf-to-mcore", tmp_path / "hf", tmp_path / "again") == 0
@@ -138,7 +138,7 @@ def test_a_list_beside_a_trunk_alone_is_left(converted: Path, tmp_path: Path) ->
         ("trunk", "--mtp-draft-vocab-file ids", "has no MTP layers, which alone draft; attach-mtp adds some."),
     ],
 )
-def test_what_cannot_be_drafted_is_one_sentence(
+def test_invalid_draft_vocabularies_give_a_clear_error(
     source: str,
     flags: str,
     says: str,

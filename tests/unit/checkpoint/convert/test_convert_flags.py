@@ -39,7 +39,7 @@ ACTING = {
 
 
 @pytest.mark.parametrize("command", ACTING)
-def test_a_flag_is_offered_where_it_acts_alone(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flag_is_offered_only_where_it_has_an_effect(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run(command, "--help")
     said = capsys.readouterr().out.split("examples:")[0]
@@ -57,7 +57,7 @@ def test_a_folder_without_a_tokenizer_is_refused_before_the_conversion(
     assert not list(tmp_path.glob("back*"))
 
 
-def test_a_broken_tokenizer_is_one_sentence(
+def test_a_broken_tokenizer_gives_a_clear_error(
     converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`make` writes {} as tokenizer.json."""
@@ -87,7 +87,7 @@ def test_the_config_says_the_type_of_the_tensors(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "glm4_moe"])
-def test_a_type_for_all_tensors_leaves_those_that_models_keep_in_float32(name: str, tmp_path: Path) -> None:
+def test_a_dtype_flag_keeps_float32_tensors_in_float32(name: str, tmp_path: Path) -> None:
     source = make(tmp_path / "source", name, 1)
     assert run("hf-to-mcore", source, tmp_path / "mcore", "--dtype", "bfloat16") == 0
     assert run("mcore-to-hf", tmp_path / "mcore", tmp_path / "back", "--dtype", "bfloat16") == 0
@@ -98,7 +98,7 @@ def test_a_type_for_all_tensors_leaves_those_that_models_keep_in_float32(name: s
     assert wide
 
 
-def test_the_type_of_a_config_is_that_of_most_numbers() -> None:
+def test_the_config_dtype_is_that_of_most_numbers() -> None:
     """A model has more norms and biases than matrices."""
     norms = [Entry([f"norm.{number}"], (4,), torch.float32) for number in range(3)]
     tokens = Entry(["tokens"], (1000,), torch.int64)

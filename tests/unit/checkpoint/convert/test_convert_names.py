@@ -36,7 +36,7 @@ def test_every_tensor_of_both_sides_is_named_with_its_shape(name: str, depths: i
     assert ours == {key: reader.shape(key) for key in reader.keys}
 
 
-def test_people_read_a_line_per_kind_and_programs_an_object_per_rule(
+def test_inspect_names_prints_lines_per_kind_or_json_per_rule(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(make(tmp_path / "hf", "mimo", 2))

@@ -35,7 +35,7 @@ def numbers(reader: DistReader) -> int:
 
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
 @pytest.mark.parametrize("dtype", [[], ["--dtype", "bfloat16"]])
-def test_a_plan_is_what_the_conversion_does(
+def test_a_plan_matches_the_conversion(
     family: str, dtype: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, mcore, back = make(tmp_path / "source", family, 1), tmp_path / "mcore", tmp_path / "back"
@@ -65,7 +65,7 @@ def test_a_plan_names_every_tensor_once_for_all_layers(tmp_path: Path, capsys: p
     assert "carried as they are: nothing" in shown
 
 
-def test_a_plan_refuses_what_the_conversion_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_rejects_what_the_conversion_would_reject(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = make(tmp_path / "source", "llama", 0)
     keys = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**keys, "num_hidden_layers": 9}))
@@ -73,7 +73,7 @@ def test_a_plan_refuses_what_the_conversion_would(tmp_path: Path, capsys: pytest
     assert "lacks 'model.layers." in capsys.readouterr().err
 
 
-def test_what_does_not_fit_on_the_disk_is_not_begun(
+def test_a_conversion_that_does_not_fit_on_the_disk_is_not_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = make(tmp_path / "source", "llama", 0), tmp_path / "mcore"
@@ -119,7 +119,9 @@ def test_a_conversion_names_numbers_that_are_nan(
     assert says in told(capsys, "hf-to-mcore", source, tmp_path / "again", "--resume")["not finite"]
 
 
-def test_a_promise_of_fp8_that_no_weight_keeps_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_fp8_config_without_quantized_weights_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = make(tmp_path / "source", "llama", 0)
     keys = json.loads((source / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     (source / "config.json").write_text(json.dumps(keys))
@@ -133,7 +135,9 @@ def files(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("init", ["last-layer", "random"])
-def test_a_plan_of_other_depths_is_what_is_done(init: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_to_drop_or_attach_mtp_layers_matches_the_result(
+    init: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, mcore = make(tmp_path / "source", "glm4_moe", 2), tmp_path / "mcore"
     told(capsys, "hf-to-mcore", source, mcore)
     trunk, grown = tmp_path / "trunk", tmp_path / "grown"

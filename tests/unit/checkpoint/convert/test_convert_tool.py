@@ -166,7 +166,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_sentence_and_changes_nothing(
+def test_bad_input_gives_a_clear_error_and_changes_nothing(
     case: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spoil, words = BAD[case]
@@ -250,7 +250,9 @@ def test_no_command_writes_into_its_source_or_around_it(
     assert digest(tmp_path) == before
 
 
-def test_an_output_folder_that_cannot_be_made(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_folder_that_cannot_be_created_is_rejected(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     assert run("hf-to-mcore", source, tmp_path / "file" / "mcore") == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -286,7 +288,7 @@ def test_an_export_that_cannot_be_written_leaves_no_folder(
     assert read(tmp_path / "back").keys() == read(source).keys()
 
 
-def test_a_read_only_parent_is_one_sentence(
+def test_a_read_only_parent_folder_gives_a_clear_error(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(path: Path, *_: Any, **__: Any) -> None:
@@ -311,14 +313,16 @@ def _limited(folder: Path, target: Path) -> str:
     return done.stderr
 
 
-def test_a_file_that_the_system_lets_not_grow_is_one_sentence(source: Path, tmp_path: Path) -> None:
+def test_a_file_size_limit_gives_a_clear_error(source: Path, tmp_path: Path) -> None:
     said = [line for line in _limited(source, tmp_path / "mcore").splitlines() if "convert.py: error:" in line]
     assert len(said) == 1
     assert "File too large" in said[0]
     assert not (tmp_path / "mcore").exists()
 
 
-def test_commands_from_import_to_proof(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_inspect_export_and_verify_work_together(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def said(*arguments: object) -> dict[str, Any]:
         assert run(*arguments, "--json") == 0
         result: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -343,7 +347,7 @@ def test_commands_from_import_to_proof(source: Path, tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize("verified", tiered(["hf-to-mcore mcore-to-hf", "mcore-to-hf"], ["mcore-to-hf"]))
-def test_what_is_written_is_proved_in_the_same_command(
+def test_the_verify_flag_checks_the_written_folder(
     verified: str,
     source: Path,
     tmp_path: Path,
@@ -372,7 +376,7 @@ def test_what_is_written_is_proved_in_the_same_command(
     assert json.loads(capsys.readouterr().out)["ok"] is False
 
 
-def test_a_catalogue_with_foreign_classes_is_not_loaded(
+def test_checkpoint_metadata_with_foreign_classes_is_not_loaded(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("hf-to-mcore", source, tmp_path / "mcore") == 0

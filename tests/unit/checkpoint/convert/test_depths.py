@@ -42,7 +42,7 @@ def test_no_part_of_a_dropped_depth_is_left(name: str, depths: int, keep: int, t
     "damaged",
     ["[]", "3", '{"layout": 3}', '{"layout": {"features": 3}}', '{"layout": {"carried": [3]}}', '{"layout": null}'],
 )
-def test_a_damaged_record_of_an_import_is_one_sentence(damaged: str, tmp_path: Path) -> None:
+def test_a_damaged_record_of_an_import_gives_a_clear_error(damaged: str, tmp_path: Path) -> None:
     kept = tmp_path / HF_FILES
     kept.mkdir()
     (kept / "config.json").write_text('{"model_type": "llama"}')

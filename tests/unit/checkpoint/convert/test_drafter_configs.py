@@ -447,7 +447,7 @@ def test_p_eagle_without_a_mask_token_is_refused(tmp_path: Path) -> None:
         read(tmp_path, PEAGLE, QWEN3)
 
 
-def test_an_eagle3_drafter_of_five_layers_is_refused_for_their_number(tmp_path: Path) -> None:
+def test_an_eagle3_drafter_that_reads_five_layers_is_rejected(tmp_path: Path) -> None:
     keys = {**SPECULATORS, "eagle_aux_hidden_state_layer_ids": [2, 10, 18, 26, 33]}
     with pytest.raises(ValueError, match=r"reads 5 layers \(2 10 18 26 33\), .* reads 3; give"):
         read(tmp_path, keys, QWEN3)
@@ -458,12 +458,12 @@ def scaled_values(scale: float | None) -> dict[str, Any]:
     return {**ZLAB, "dflash_config": {**ZLAB["dflash_config"], "attention_value_scale": scale}}
 
 
-def test_values_that_nothing_scales_are_read(tmp_path: Path) -> None:
+def test_a_value_scale_of_1_means_no_scale(tmp_path: Path) -> None:
     assert read(tmp_path, scaled_values(None), QWEN35).kind == read(tmp_path, scaled_values(1.0), QWEN35).kind
 
 
 @pytest.mark.parametrize("keys", [ZLAB, DSPARK], ids=["DFlash", "DSpark"])
-def test_a_block_has_as_many_drafts_as_it_says(tmp_path: Path, keys: dict[str, Any]) -> None:
+def test_the_draft_count_of_a_block_drafter_is_read(tmp_path: Path, keys: dict[str, Any]) -> None:
     form = read(tmp_path, keys, QWEN35 if keys is ZLAB else GLM)
     assert (form.kind.drafts, form.kind.depth) == ((15, 5) if keys is ZLAB else (7, 5))
 
@@ -519,7 +519,7 @@ def test_a_windowed_eagle3_drafter_is_read(tmp_path: Path) -> None:
     assert (kind.window, kind.full_layers, kind.causal) == (2048, (), False)
 
 
-def test_the_row_of_an_anchor_may_draft_nothing(tmp_path: Path) -> None:
+def test_the_anchor_row_may_be_excluded_from_drafting(tmp_path: Path) -> None:
     kind = read(tmp_path, {**DSPARK, "sample_from_anchor": False}, GLM).kind
     assert (kind.drafts, kind.idle_rows) == (6, 1)
 
@@ -585,14 +585,14 @@ def test_the_row_of_an_anchor_may_draft_nothing(tmp_path: Path) -> None:
         ({**KIMI_OUTPUTS, "fc_norm": True}, KIMI_K2, "fc_norm, a form"),
     ],
 )
-def test_another_form_is_refused_by_the_named_key(
+def test_an_unsupported_config_key_is_rejected_by_name(
     tmp_path: Path, keys: dict[str, Any], behind: Namespace, named: str
 ) -> None:
     with pytest.raises(ValueError, match=f"config.json has (a )?{named}"):
         read(tmp_path, keys, behind)
 
 
-def test_causality_that_engines_take_differently_by_layer_is_asked_for(tmp_path: Path) -> None:
+def test_ambiguous_causality_of_windowed_layers_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="lacks is_causal, and engines take windowed layers as causal"):
         read(tmp_path, {**ZLAB, **SLIDING}, QWEN35)
 
@@ -627,7 +627,7 @@ def test_another_architecture_is_refused_by_its_name(tmp_path: Path, architectur
 
 
 @pytest.mark.parametrize("count", [None, "outputs", "states"])
-def test_ids_that_may_count_either_are_asked_for(tmp_path: Path, count: str | None) -> None:
+def test_ambiguous_layer_ids_must_be_given_by_a_flag(tmp_path: Path, count: str | None) -> None:
     """For 61 layers, 2, 30, 58 under the key of outputs are the states that engines read."""
     ids = {"eagle_aux_hidden_state_layer_ids": [2, 30, 58]}
     for keys in ({**SPECFORGE, "eagle_config": ids}, {**SPECFORGE, "eagle_config": ids, **ids}):
@@ -639,7 +639,7 @@ def test_ids_that_may_count_either_are_asked_for(tmp_path: Path, count: str | No
             assert layers == ((3, 31, 59) if count == "outputs" else (2, 30, 58))
 
 
-def test_the_three_ways_to_count_are_one_drafter(tmp_path: Path) -> None:
+def test_the_three_layer_numberings_give_the_same_drafter(tmp_path: Path) -> None:
     plain = {name: value for name, value in SPECFORGE.items() if name != "eagle_config"}
     outputs = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 19, 39]}}
     for own in (outputs, {"eagle_aux_hidden_state_layer_ids": [5, 20, 40]}, {"target_layer_ids": [4, 19, 39]}):
@@ -651,7 +651,7 @@ def test_the_three_ways_to_count_are_one_drafter(tmp_path: Path) -> None:
     [([0, 94], [0, 1]), ([95, -1], [1, 0]), ([0, 95], None), ([-1, 5], None), ([4, 3], None)],
     ids=["first and last token", "in another order", "past the last token", "before the first token", "a token twice"],
 )
-def test_drafted_tokens_are_the_trunks_each_once(offsets: list[int], order: list[int] | None) -> None:
+def test_draft_tokens_must_be_unique_tokens_of_the_trunk(offsets: list[int], order: list[int] | None) -> None:
     """Of 96 tokens; an offset is added to a draft's index."""
     trunk = TrunkSpec(5, 96, 16, 8, AttentionSizes(2, 2, 8, 1e-6, 1e4))
     form = DrafterForm(HeadSpec.resolve("eagle3", {}, trunk), 16, torch.arange(2), True)

@@ -48,7 +48,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_folder_is_the_drafter_of_its_checkpoint(name: str, pairs: Pairs) -> None:
+def test_a_drafter_folder_matches_its_checkpoint(name: str, pairs: Pairs) -> None:
     checks = verify_drafter(*pairs[name])
     assert [check for check in checks if not check.ok or not check.made] == []
     assert len(checks) == (4 if name.startswith("dspark") else 3)
@@ -62,9 +62,7 @@ def test_a_folder_is_the_drafter_of_its_checkpoint(name: str, pairs: Pairs) -> N
         (("qwen3_next", "dspark"),),
     ),
 )
-def test_a_drafter_with_its_own_sizes_goes_there_and_back_behind_every_trunk(
-    family: str, name: str, tmp_path: Path
-) -> None:
+def test_a_drafter_with_its_own_sizes_survives_a_round_trip(family: str, name: str, tmp_path: Path) -> None:
     _, trunk = make_trunk(tmp_path, family, **FAMILIES[family])
     exported, saved = make_drafter(tmp_path, name, trunk, {**OWN_SIZES, "rope_scaling": YARN})
     keys = json.loads((exported / "config.json").read_text())
@@ -79,7 +77,7 @@ LATENT_CASES = [(family, rank) for family in ("llama", "deepseek_v3") for rank i
 
 
 @pytest.mark.parametrize(("family", "rank"), tiered(LATENT_CASES, (("deepseek_v3", 10),)))
-def test_a_drafter_with_latent_attention_goes_there_and_back(family: str, rank: int | None, tmp_path: Path) -> None:
+def test_a_drafter_with_latent_attention_survives_a_round_trip(family: str, rank: int | None, tmp_path: Path) -> None:
     _, trunk = make_trunk(tmp_path, family)
     sizes = {**OWN_LATENTS, "q_lora_rank": rank}
     exported, saved = make_drafter(tmp_path, "eagle3", trunk, sizes)
@@ -163,7 +161,7 @@ def test_a_fault_of_the_rules_shows_in_the_drafts(
         ("dflash", {"rope_scaling": "yarn"}, "has rope_scaling 'yarn', which"),
     ],
 )
-def test_values_of_other_types_are_refused_in_a_sentence(
+def test_values_of_other_types_are_rejected_with_a_clear_error(
     pairs: Pairs, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, keys: dict[str, object], said: str
 ) -> None:
     bad = spoiled(pairs[name][0], tmp_path / "spoiled", lambda _: None, **keys)
@@ -199,7 +197,7 @@ def test_no_convolution_is_dropped(
     assert lacks in capsys.readouterr().err
 
 
-def test_drafts_in_another_order_are_the_same_drafter(pairs: Pairs, tmp_path: Path) -> None:
+def test_draft_vocabulary_order_does_not_change_the_drafter(pairs: Pairs, tmp_path: Path) -> None:
     def mix(tensors: dict[str, Tensor]) -> None:
         order_N = torch.randperm(len(tensors["d2t"]), generator=torch.Generator().manual_seed(1))
         tokens_N = tensors["d2t"] + torch.arange(len(order_N))
@@ -211,7 +209,7 @@ def test_drafts_in_another_order_are_the_same_drafter(pairs: Pairs, tmp_path: Pa
     assert all(check.ok for check in verify_drafter(spoiled(folder, tmp_path / "mixed", mix), saved))
 
 
-def test_the_command_says_so_and_exits_with_its_status(
+def test_verify_prints_its_checks_and_sets_the_exit_status(
     pairs: Pairs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, saved = pairs["dspark"]
@@ -238,9 +236,7 @@ def llama_alone(folder: Path, target: Path, **keys: object) -> Path:
     return spoiled(folder, target, lambda _: None, architectures=["LlamaForCausalLM"], **keys)
 
 
-def test_an_eagle_drafter_that_names_the_architecture_of_a_model_is_told_by_its_tensors(
-    pairs: Pairs, tmp_path: Path
-) -> None:
+def test_an_eagle_drafter_is_recognized_by_its_tensors(pairs: Pairs, tmp_path: Path) -> None:
     folder, saved = pairs["eagle"]
     assert json.loads((folder / "config.json").read_text())["architectures"] == [
         "LlamaForCausalLMEagle",

@@ -72,7 +72,7 @@ def least_squares(texts: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
     return solved(texts, min(RIDGES, key=left))
 
 
-def test_eh_proj_is_the_least_squares_of_the_trunks_states(tmp_path: Path, corpus: str) -> None:
+def test_eh_proj_is_the_least_squares_fit_of_the_trunks_states(tmp_path: Path, corpus: str) -> None:
     source = make(tmp_path / "hf", "llama", 0)
     found = DistReader(attached(source, corpus))
     model = AutoModelForCausalLM.from_pretrained(source).eval()
@@ -90,7 +90,7 @@ KINDS = ["llama", "glm4_moe", "deepseek_v3", "nemotron_h", "qwen3_next"]
 
 
 @pytest.mark.parametrize("family", tiered(KINDS, ("nemotron_h",)))
-def test_the_depths_begin_nearer_to_the_trunks_layer(family: str, tmp_path: Path, corpus: str) -> None:
+def test_fitted_mtp_layers_start_closer_to_the_trunk(family: str, tmp_path: Path, corpus: str) -> None:
     """For every type of trunk, on documents that were not used in the fit."""
     new = attached(make(tmp_path / "hf", family, 0), corpus)
     eh_proj = DistReader(new).read(EH_PROJ.format(1)).double()
@@ -116,7 +116,7 @@ def test_the_depths_begin_nearer_to_the_trunks_layer(family: str, tmp_path: Path
         ("--mtp-init fitted --data-path {large}", "vocabulary"),
     ],
 )
-def test_what_cannot_be_fitted_is_refused_before_any_work(
+def test_impossible_fits_are_rejected_before_any_work(
     flags: str, message: str, tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mcore, new = tmp_path / "mcore", tmp_path / "new"

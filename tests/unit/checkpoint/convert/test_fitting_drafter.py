@@ -48,7 +48,7 @@ def least_squares(pairs: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     return torch.linalg.lstsq(torch.cat([given, added]), right, driver="gelsd").solution.T
 
 
-def test_the_parts_are_the_least_squares_of_the_trunks_states(tmp_path: Path, corpus: str) -> None:
+def test_fitted_parts_are_the_least_squares_fit_of_the_trunks_states(tmp_path: Path, corpus: str) -> None:
     source = make(tmp_path / "hf", "llama", 0, changes={"num_hidden_layers": 4})
     found = DistReader(fitted(source, corpus))
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64).eval()
@@ -86,7 +86,7 @@ def test_the_parts_are_the_least_squares_of_the_trunks_states(tmp_path: Path, co
     assert (given @ best.T - nearest).abs().max() > 0.05 * nearest.abs().max()  # the rank limits it
 
 
-def test_copies_and_the_head_are_the_trunks_and_positions_attend_to_themselves(tmp_path: Path, corpus: str) -> None:
+def test_a_fitted_drafter_copies_the_trunk_and_attends_to_itself(tmp_path: Path, corpus: str) -> None:
     drafted = tmp_path / "drafted"
     drafted.write_text("5\n3\n40\n")
     new = fitted(
@@ -116,9 +116,7 @@ def test_copies_and_the_head_are_the_trunks_and_positions_attend_to_themselves(t
         assert others.mean().abs() < 1
 
 
-def test_a_fitted_drafter_has_the_trunks_heads_also_in_the_place_of_one_with_others(
-    tmp_path: Path, corpus: str
-) -> None:
+def test_a_fitted_drafter_replaces_one_with_other_attention_heads(tmp_path: Path, corpus: str) -> None:
     _, trunk = make_trunk(tmp_path)
     _, before = make_drafter(tmp_path, "eagle3-whole", trunk, OWN_SIZES)
     new = tmp_path / "new"
@@ -128,7 +126,7 @@ def test_a_fitted_drafter_has_the_trunks_heads_also_in_the_place_of_one_with_oth
     assert sizes[1].scaling is None
 
 
-def test_trunks_whose_last_layer_is_none_of_a_drafter_are_refused(
+def test_trunks_without_a_dense_last_layer_cannot_be_fitted(
     tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mcore, new = tmp_path / "mcore", tmp_path / "new"

@@ -66,7 +66,7 @@ GRAFTED = [("mimo", 3), ("glm4_moe", 1), ("deepseek_v3", 3), ("qwen3_next", 1), 
 
 
 @pytest.mark.parametrize(("name", "depths"), tiered(GRAFTED, [("mimo", 3)]))
-def test_a_graft_is_the_trunk_of_one_and_the_mtp_layers_of_the_other(name: str, depths: int, tmp_path: Path) -> None:
+def test_a_graft_combines_one_trunk_with_the_others_mtp_layers(name: str, depths: int, tmp_path: Path) -> None:
     donor, whole = make(tmp_path / "donor", name, depths), make(tmp_path / "whole", name, depths, seed=8)
     of_donor, of_whole = checkpoint(donor), checkpoint(whole)
     folder = lost(Path(shutil.copytree(whole, tmp_path / "target")))
@@ -155,7 +155,9 @@ REFUSED: dict[str, tuple[tuple[str, int, dict[str, Any]], tuple[str, int, dict[s
 
 
 @pytest.mark.parametrize("fault", REFUSED)
-def test_what_does_not_fit_is_one_sentence(fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_incompatible_grafts_are_rejected_with_a_clear_error(
+    fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (donor, depths, changes), (target, others, own_changes), says = REFUSED[fault]
     make(tmp_path / "donor", donor, depths, changes=changes)
     make(tmp_path / "target", target, others, changes=own_changes)
@@ -192,7 +194,7 @@ RESIZED = [("mimo", 8), ("deepseek_v3", -8), ("qwen3_next", 1), ("glm_ocr", 8), 
 
 
 @pytest.mark.parametrize(("name", "by"), tiered(RESIZED, [("deepseek_v3", -8)]))
-def test_a_trunk_with_more_tokens_or_fewer_takes_the_same_mtp_layers(name: str, by: int, tmp_path: Path) -> None:
+def test_a_trunk_with_another_vocabulary_size_takes_the_mtp_layers(name: str, by: int, tmp_path: Path) -> None:
     """They have no rows of their own; copies of embedding and head are rewritten from the trunk."""
     donor, whole = make(tmp_path / "donor", name, 1), make(tmp_path / "whole", name, 1, seed=8)
     target = resized(lost(Path(shutil.copytree(whole, tmp_path / "target"))), by)
@@ -223,7 +225,7 @@ def test_mtp_layers_with_rows_of_their_own_need_the_same_tokens(name: str, by: i
         plan_graft(donor, resized(target, by), QUIET)
 
 
-def test_a_draft_vocabulary_of_tokens_that_the_trunk_lost_does_not_fit(tmp_path: Path) -> None:
+def test_a_draft_vocabulary_with_tokens_missing_in_the_trunk_is_rejected(tmp_path: Path) -> None:
     donor = make(tmp_path / "donor", "mimo", 1)
     torch.save([3, 90], donor / "draft_vocabulary.pt")
     grown = resized(lost(make(tmp_path / "grown", "mimo", 1)), 8)
@@ -397,7 +399,7 @@ def test_a_checkpoint_that_megatron_saved_is_donor_and_target(tmp_path: Path) ->
 
 
 @pytest.mark.matrix
-def test_acceptance_on_a_text_is_that_of_evaluate_for_both(
+def test_acceptance_on_a_text_matches_evaluate_for_both(
     sides: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On the donor's own trunk the graft accepts what the donor accepts; on another trunk it differs."""

@@ -81,13 +81,13 @@ def test_a_killed_migration_is_resumed_to_the_same_bytes(tmp_path: Path) -> None
         assert_resumed(told)
 
 
-def test_a_run_killed_before_its_plan_was_written_is_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_plan_was_written_starts_over(tmp_path: Path) -> None:
     (tmp_path / "out.partial" / RECORDS).mkdir(parents=True)
     assert not PartialFolder(tmp_path / "out", tmp_path / "source", {"a": 1}, resume=False).resumed
     assert PartialFolder(tmp_path / "out", tmp_path / "source", {"a": 1}, resume=True).resumed
 
 
-def test_a_run_killed_while_its_records_were_removed_is_taken_up_again(tmp_path: Path) -> None:
+def test_a_run_killed_while_removing_its_records_is_resumed(tmp_path: Path) -> None:
     partial = PartialFolder(tmp_path / "out", tmp_path / "source", {"a": 1}, resume=False)
     partial.keep(0, "done")
     partial.path.rename(partial.target)

@@ -102,7 +102,7 @@ def failed(checks: list[Check]) -> list[str]:
 
 
 @pytest.mark.parametrize("case", tiered(CASES, ("experts behind an MLP",)))
-def test_there_and_back_every_bit_is_the_same(case: str, tmp_path: Path) -> None:
+def test_a_migration_round_trip_is_bit_identical(case: str, tmp_path: Path) -> None:
     flags, pattern = CASES[case]
     source = trained(tmp_path / "gpt", flags)
     done = plan_migration(source, True).write(tmp_path / "hybrid", QUIET)
@@ -152,7 +152,7 @@ def test_every_key_has_its_counterpart(gpt: str, hybrid: str) -> None:
     assert gpt in halves.gpt_keys(hybrid)
 
 
-def test_the_norm_before_experts_is_written_for_modules_with_and_without_te() -> None:
+def test_the_norm_before_experts_is_written_under_both_key_names() -> None:
     layer = "optimizer.state.exp_avg.decoder.layers.1."
     assert Halves.of("*-*E").gpt_keys("optimizer.state.exp_avg.decoder.layers.3.pre_mlp_layernorm.weight") == [
         f"{layer}mlp.linear_fc1.layer_norm_weight",
@@ -187,7 +187,7 @@ def test_tensors_without_a_place_are_refused() -> None:
         (None, "is already a GPT"),
     ],
 )
-def test_a_pattern_that_is_no_gpt_is_refused_by_its_symbol(pattern: str | None, says: str) -> None:
+def test_a_pattern_that_is_not_a_gpt_is_rejected_by_its_symbol(pattern: str | None, says: str) -> None:
     args = Namespace(hybrid_layer_pattern=pattern, multi_latent_attention=False, num_layers=4, num_experts=4)
     with pytest.raises(ValueError, match=says):
         gpt_arguments(args, "checkpoint")
@@ -212,7 +212,7 @@ def test_arguments_without_layers_are_refused(changes: dict[str, Any], says: str
         hybrid_arguments(Namespace(**{**vars(args), **changes}), "checkpoint")
 
 
-def test_a_gpt_that_no_hybrid_computes_is_refused_by_its_flag() -> None:
+def test_a_gpt_without_a_hybrid_equivalent_is_rejected_by_its_flag() -> None:
     args = parsed(f"{TINY} --no-rope-freq 2".split(), 100)
     with pytest.raises(ValueError, match="trained with --no-rope-freq, which a hybrid"):
         hybrid_arguments(args, "checkpoint")
@@ -297,7 +297,7 @@ def test_verify_sees_a_planted_fault(fault: str, tmp_path: Path, monkeypatch: py
         assert wrong == seen
 
 
-def test_megatron_sees_a_fault_of_the_rules_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatrons_logits_reveal_a_fault_in_the_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The conversion and the bit comparison share the rules; logits and gradients do not."""
     original = Halves.hybrid_key
 
@@ -361,7 +361,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     )
 
 
-def test_verify_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verify_command_compares_a_gpt_and_a_hybrid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = trained(tmp_path / "gpt", f"{DEPTHS} 1"), tmp_path / "hybrid"
     assert run("gpt-to-hybrid", source, target) == 0
     assert run("verify", target, source) == 0
@@ -411,7 +411,7 @@ def test_an_optimizer_in_another_order_is_refused(
 
 
 @pytest.mark.parametrize(("pattern", "ranks"), [("*-|*-*-", 2), ("*-|*-|*-|*-", 2)])
-def test_buffers_of_stages_that_are_not_a_gpts_are_refused(pattern: str, ranks: int) -> None:
+def test_optimizer_buffers_of_uneven_stages_are_rejected(pattern: str, ranks: int) -> None:
     args = Namespace(pipeline_model_parallel_size=ranks)
     common = {"args": args, "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"}}
     with pytest.raises(ValueError, match="its stages were not cut evenly"):

@@ -60,7 +60,7 @@ def config_of(folder: Path) -> dict[str, Any]:
         [(None, "fp8"), (None, "nvfp4"), *((trunk, "bfloat16") for trunk in QUANTIZED)],
     ),
 )
-def test_an_export_has_no_finding_and_is_read_to_its_bits(
+def test_a_quantized_export_passes_the_audit_and_reads_back_exactly(
     family: str, trunk: str | None, depths: str, tmp_path: Path
 ) -> None:
     if "fp8" in (trunk, depths) and {trunk, depths} & {"fp8-channel", "nvfp4"}:
@@ -125,7 +125,7 @@ def test_the_depth_of_longcat_is_listed_by_the_names_that_vllm_builds(tmp_path: 
     assert alarms(coded) == []
 
 
-def test_what_engines_never_quantize_of_the_depths_of_mimo_v2_stays_whole(tmp_path: Path) -> None:
+def test_the_o_proj_of_mimo_v2_mtp_layers_stays_unquantized(tmp_path: Path) -> None:
     """vLLM and SGLang build that `o_proj` unquantized, and the published list does not name it."""
     _, coded = exported(tmp_path, "mimo_v2_flash", Quantize("fp8", "fp8"))
     projections = {name: tensor.dtype for name, tensor in read(coded).items() if name.endswith("_proj.weight")}
@@ -160,7 +160,7 @@ def test_trunk_and_head_in_two_forms_are_two_groups(tmp_path: Path) -> None:
     assert targets == {"float-quantized": ["Linear"], "nvfp4-pack-quantized": [r"re:model\.layers\.3\..*"]}
 
 
-def test_an_export_like_a_quantized_folder_has_none_of_its_side_files(tmp_path: Path) -> None:
+def test_export_like_a_quantized_folder_omits_its_quant_config(tmp_path: Path) -> None:
     """hf_quant_config.json next to unquantized weights makes engines build quantized layers."""
     source = make(tmp_path / "hf", "mimo", 1, torch.bfloat16)
     hf_to_mcore(source, tmp_path / "mcore", QUIET)
@@ -193,7 +193,7 @@ def test_encoding_loses_no_more_than_the_form(flag: str) -> None:
     assert ((back - weight).abs() <= allowed).all()
 
 
-def test_weights_that_engines_multiply_at_once_share_the_scale_of_all() -> None:
+def test_weights_that_engines_fuse_share_one_global_scale() -> None:
     encoding = WRITTEN["nvfp4"].encoding
     assert encoding is not None
     small, large = encoding.encode([torch.randn(4, 16), 100 * torch.randn(4, 16)])
@@ -280,7 +280,7 @@ def loaded_in_transformers(folder: Path, quantize: Quantize, **sizes: int) -> tu
 
 @pytest.mark.matrix
 @pytest.mark.usefixtures("megatron", "forked_python")
-def test_acceptance_before_and_after_is_that_of_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_acceptance_before_and_after_matches_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Equal if nothing is quantized; different if the trunk is in 4 bits."""
     folder = make(
         tmp_path / "hf",

@@ -40,7 +40,7 @@ COMMANDS: dict[str, tuple[str, list[str], object, str, Callable[..., Any], str]]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_damaged_part_is_made_again(
+def test_a_damaged_part_is_written_again(
     command: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, flags, owner, attribute, function, part = COMMANDS[command]

@@ -50,7 +50,7 @@ def test_a_link_to_itself_and_a_file_are_refused(tmp_path: Path) -> None:
             PartialFolder(tmp_path / name, tmp_path / "source", {}, False)
 
 
-def test_a_part_that_is_damaged_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_with_a_truncated_file_is_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of three parts that an interrupted run has recorded, one lost its last bytes to a power failure."""
     made: list[int] = []
 
@@ -79,7 +79,7 @@ def test_a_part_that_is_damaged_is_made_again(tmp_path: Path, capsys: pytest.Cap
     assert "part 1 of " in capsys.readouterr().err
 
 
-def test_a_record_that_a_power_cut_has_emptied_is_none(tmp_path: Path) -> None:
+def test_an_empty_record_counts_as_missing(tmp_path: Path) -> None:
     partial = PartialFolder(tmp_path / "out", tmp_path / "source", {}, False)
     partial.keep(0, "done")
     (partial.path / RECORDS / "0.json").write_text("")

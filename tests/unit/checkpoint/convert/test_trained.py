@@ -119,7 +119,7 @@ FOREIGN = [
 
 @pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize(("setting", "flags"), FOREIGN)
-def test_what_no_family_computes_is_named(setting: str, flags: str) -> None:
+def test_settings_that_no_family_supports_are_named(setting: str, flags: str) -> None:
     with pytest.raises(ValueError, match=f"^the checkpoint was trained with {setting} .*, but it is "):
         check(flags)
 
@@ -137,7 +137,7 @@ def test_what_no_family_computes_is_named(setting: str, flags: str) -> None:
         ),
     ],
 )
-def test_what_no_family_leaves_out_is_named(setting: str, flags: str, without: str) -> None:
+def test_settings_that_every_family_requires_are_named(setting: str, flags: str, without: str) -> None:
     with pytest.raises(ValueError, match=f"^the checkpoint was trained with {setting} .*, but it is "):
         check(flags, without)
 
@@ -183,7 +183,7 @@ def test_a_family_that_does_not_fit_says_what_it_needs(family: str, changes: dic
         trained_forms()[family].keys(trained(**changes))
 
 
-def test_experts_as_the_config_counts_them() -> None:
+def test_experts_are_exported_as_the_config_counts_them() -> None:
     keys = trained_forms()["glm4_moe"].keys(trained(**EXPERTS))
     assert (keys["n_routed_experts"], keys["n_shared_experts"], keys["first_k_dense_replace"]) == (4, 2, 1)
     assert keys["norm_topk_prob"] is True

@@ -66,7 +66,7 @@ def test_the_trunk_is_that_of_the_whole_model(
 
 
 @pytest.mark.parametrize("harm", [lost, damaged])
-def test_without_the_flag_a_lost_head_is_refused_with_both_ways_on(
+def test_a_lost_head_without_the_flag_is_rejected_with_both_fixes(
     harm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = harm(make(tmp_path / "hf", "mimo", 1))
@@ -112,13 +112,13 @@ def test_attach_takes_the_trunk_alone_where_the_layers_are_lost(flags: list[str]
     assert main(wanted[1:]) == 0
 
 
-def test_attach_leaves_damaged_layers_to_the_refusal(tmp_path: Path) -> None:
+def test_attach_does_not_import_only_the_trunk_if_layers_are_damaged(tmp_path: Path) -> None:
     args = settings(damaged(make(tmp_path / "hf", "mimo", 1)), tmp_path / "run")
     assert "--trunk-only" not in (command_of("trunk", args) or [])
 
 
 @pytest.mark.parametrize("name", tiered(["mimo", "glm4_moe", "nemotron_h"], ("mimo",)))
-def test_verify_compares_the_trunk_and_says_that_the_head_was_left_out(
+def test_verify_compares_the_trunk_and_reports_the_omitted_head(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = damaged(make(tmp_path / "hf", name, 1))

@@ -51,7 +51,7 @@ def judged(
     return dict(zip(names, each, strict=True))
 
 
-def test_every_type_is_tried() -> None:
+def test_every_wrapper_type_is_tested() -> None:
     assert sorted(WRAPPERS) == sorted(SEEING)
 
 
@@ -77,7 +77,7 @@ def test_megatrons_logits_are_those_of_the_whole_model(
 
 
 @pytest.mark.usefixtures("megatron")
-def test_verify_sees_a_fault_of_the_text_model_and_of_the_eye(tmp_path: Path) -> None:
+def test_verify_detects_faults_in_text_model_and_vision_tower(tmp_path: Path) -> None:
     folder = make(tmp_path / "hf", SEEING["llava"], 0)
     hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     tensors = read(folder)
@@ -90,7 +90,7 @@ def test_verify_sees_a_fault_of_the_text_model_and_of_the_eye(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", tiered(SEEING, FIRST))
-def test_what_megatron_runs_is_what_it_runs_of_the_text_model(
+def test_a_wrapped_model_is_trainable_if_its_text_model_is(
     name: str, judged: dict[str, tuple[Path, Logits, Logits]]
 ) -> None:
     assert (flags_of(HFModel.read(judged[name][0]))[0] is not None) == (name in TRAINED)
@@ -162,7 +162,7 @@ def as_megatron_saves(converted: Path, saved: Path) -> None:
 
 @pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize("name", tiered(["llava", "smolvlm", "lighton_ocr"], ("llava",)))
-def test_a_trained_text_model_is_exported_with_what_stands_around_it(
+def test_a_trained_text_model_is_exported_with_its_towers(
     name: str, judged: dict[str, tuple[Path, Logits, Logits]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Towers come from --like, bit by bit, and attached MTP layers are included."""
@@ -184,7 +184,7 @@ def test_a_trained_text_model_is_exported_with_what_stands_around_it(
 
 
 @pytest.mark.usefixtures("megatron")
-def test_what_megatron_does_not_save_is_asked_for(
+def test_export_without_the_unsaved_towers_requires_like(
     judged: dict[str, tuple[Path, Logits, Logits]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A checkpoint that only kept the folder's files has no towers, and another model's folder cannot provide them."""

@@ -86,7 +86,7 @@ def read(kind: str, keys: Keys) -> tuple[object, list[tuple[str, object]]]:
     return found, tensors
 
 
-def test_a_family_without_a_class_of_its_own_is_judged_with_its_own_defaults() -> None:
+def test_a_family_without_its_own_class_uses_its_own_defaults() -> None:
     """Bailing-MoE V2 runs in GLM-4 MoE's class, which rotates half of a head if no key is set."""
     defaults, theirs = FAMILIES["bailing_moe"].defaults, AutoConfig.for_model("glm4_moe").to_dict()
     absent = FORMS["bailing_moe"].absent

@@ -79,7 +79,7 @@ def test_every_model_type_belongs_to_one_family() -> None:
     assert len(named) == sum(len(types.split()) for types in FILES.values())
 
 
-def test_a_family_says_either_how_megatron_runs_it_or_why_not() -> None:
+def test_a_family_has_either_megatron_flags_or_a_reason() -> None:
     with pytest.raises(ValueError, match="Heron needs either Megatron's flags or the reason"):
         Family("Heron", "Heron-1B", ("heron",), lambda config, layout: [])
     with pytest.raises(ValueError, match="Heron names no model_type"):

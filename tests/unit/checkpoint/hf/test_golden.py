@@ -26,7 +26,7 @@ AS_TOLD = (
 )
 
 
-def test_users_read_the_sentences_of_the_record() -> None:
+def test_messages_match_the_record() -> None:
     kept = golden_sentences.FILE.read_text(encoding="utf-8").splitlines()
     differ = [line for line in unified_diff(kept, golden_sentences.record().splitlines(), n=0, lineterm="") if line]
     assert differ == [], "if they are meant, run `python tests/support/golden_sentences.py`, and read the difference"
@@ -62,7 +62,7 @@ def changes(kind: str, name: str, found: object) -> list[str]:
 
 @pytest.mark.skipif(not (ROOT / "megatron_mtp/extensions").is_dir(), reason="the record has the extensions' verbs")
 @pytest.mark.usefixtures("megatron")
-def test_what_users_type_and_store_is_that_of_the_record() -> None:
+def test_flags_and_stored_keys_match_the_record() -> None:
     recorded = json.loads(golden_surface.FILE.read_text(encoding="utf-8"))
     assert golden_rules.differences(recorded, golden_surface.record()) == [], AS_TOLD
 

@@ -21,14 +21,14 @@ def test_a_text_model_inside_another_is_read_and_keeps_the_type_of_the_whole() -
 
 
 @pytest.mark.parametrize(("top", "text", "tied"), [(True, False, True), (None, True, True), (False, False, False)])
-def test_a_head_is_tied_if_the_whole_or_the_text_model_says_so(top: bool | None, text: bool, tied: bool) -> None:
+def test_a_head_is_tied_if_either_config_level_says_so(top: bool | None, text: bool, tied: bool) -> None:
     """For a config with only the top-level key, transformers writes true next to `text_config` and false inside it."""
     beside = {} if top is None else {"tie_word_embeddings": top}
     keys = {"model_type": "outer", **beside, "text_config": {"model_type": "inner", "tie_word_embeddings": text}}
     assert HFConfig.from_keys(keys).flag("tie_word_embeddings") is tied
 
 
-def test_the_first_name_that_is_there_counts_and_null_is_not_there() -> None:
+def test_the_first_key_present_is_used_and_null_counts_as_missing() -> None:
     read = config(old=3, new=None, theta=2)
     assert read.integer("new", "old") == 3
     assert read.integer("neither", default=7) == 7
@@ -39,7 +39,7 @@ def test_the_first_name_that_is_there_counts_and_null_is_not_there() -> None:
     assert read.words("kinds", 2) is None
 
 
-def test_a_default_counts_where_the_key_is_not_there_and_not_where_it_is_null() -> None:
+def test_a_default_fills_a_missing_key_but_not_null() -> None:
     filled = config(null=None, there=3).with_defaults({"null": 1, "there": 1, "absent": 1})
     assert (filled.has("null"), filled.integer("there"), filled.integer("absent")) == (False, 3, 1)
 
@@ -66,7 +66,7 @@ def test_a_rotary_number_that_is_a_text_is_refused_by_name(keys: dict[str, Any],
         _ = config(**keys).rope
 
 
-def test_older_rotary_settings_count_in_the_place_of_newer_ones() -> None:
+def test_older_rotary_settings_replace_newer_ones() -> None:
     """As in transformers, which does not mix them."""
     both = config(rope_scaling={"type": "linear"}, rope_parameters={"rope_theta": 9.0, "factor": 2.0})
     assert both.rope == {"type": "linear", "rope_type": "linear"}
@@ -116,14 +116,14 @@ def test_mistakes_in_a_config_give_a_clear_error(read: Callable[[], object], sai
 @pytest.mark.parametrize(
     ("text", "said"), [(None, "does not exist; give a folder"), ("{", "is not JSON"), ("[" * 10**5, "is not JSON")]
 )
-def test_a_file_that_is_not_there_or_not_json(text: str | None, said: str, tmp_path: Path) -> None:
+def test_a_missing_or_invalid_config_file_is_rejected(text: str | None, said: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / CONFIG).write_text(text)
     with pytest.raises(ValueError, match=f"{CONFIG} {said}"):
         HFConfig.read(tmp_path)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_rejected_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / CONFIG)
     with pytest.raises(ValueError, match="it is a folder or a pipe, not a file"):
         read_json(tmp_path / CONFIG)

@@ -80,7 +80,7 @@ def test_an_expert_is_found_without_a_search_through_all(tmp_path: Path, monkeyp
     assert read(tmp_path / "back").keys() == read(tmp_path / "hf").keys()
 
 
-def test_where_a_tensor_lies_in_two_files_the_index_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_index_decides_between_two_files_with_a_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Overlays store changed tensors in a separate file, and leave the old ones in place."""
     source = make(tmp_path / "hf", "llama", 0, shards=True)
     index = json.loads((source / folders.INDEX).read_text())["weight_map"]
@@ -110,13 +110,13 @@ def test_rotary_buffers_are_skipped_with_a_note(tmp_path: Path, capsys: pytest.C
     assert "inv_freq' and 2 more are rotary buffers, which the config implies" in capsys.readouterr().out
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_rejected_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="it is a folder or a pipe, not a file; fetch it again"):
         folders.stored_in(tmp_path / "model.safetensors")
 
 
-def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def test_a_duplicate_tensor_is_rejected(tmp_path: Path) -> None:
     one, other = (json.dumps({"dtype": "U8", "shape": [1], "data_offsets": [at, at + 1]}) for at in (0, 1))
     header = f'{{"x": {one}, "x": {other}}}'.encode()
     file = tmp_path / "model.safetensors"

@@ -82,7 +82,7 @@ def test_an_epsilon_that_transformers_lacks_inside_latent_attention_is_refused(t
 
 
 @pytest.mark.usefixtures("megatron")
-def test_the_rows_that_pad_the_vocabulary_stay_behind(tmp_path: Path) -> None:
+def test_vocabulary_padding_is_not_exported(tmp_path: Path) -> None:
     source = trained(tmp_path / "mcore")
     keys = export(source, tmp_path / "hf")
     tensors, model = read(tmp_path / "hf"), load_model(source).cpu()
@@ -109,7 +109,7 @@ def test_keys_that_a_config_leaves_out_have_their_familys_defaults(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("megatron")
-def test_what_megatron_has_padded_and_saved_goes_back_as_it_came(tmp_path: Path) -> None:
+def test_a_vocabulary_padded_by_megatron_is_exported_unpadded(tmp_path: Path) -> None:
     source = make(tmp_path / "source", "mimo", 1)
     hf_to_mcore(source, tmp_path / "mcore", QUIET)
     model = load_model(tmp_path / "mcore")
@@ -159,7 +159,7 @@ def test_a_vocabulary_smaller_than_that_of_the_converted_model_is_refused(tmp_pa
 
 
 @pytest.mark.usefixtures("megatron")
-def test_without_a_tokenizer_nothing_is_made_up(tmp_path: Path) -> None:
+def test_without_a_tokenizer_no_vocabulary_data_is_invented(tmp_path: Path) -> None:
     keys = export(trained(tmp_path / "mcore", vocabulary=None), tmp_path / "hf")
     assert keys["vocab_size"] == 384  # all rows: 300 padded to a multiple of 128
     assert not [key for key in keys if key.endswith("_token_id")]

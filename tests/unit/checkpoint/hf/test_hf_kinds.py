@@ -208,7 +208,7 @@ def test_a_folder_that_does_not_convert_is_described(
     assert (facts["layers"]["files"] == 3) == (kind not in NO_TENSORS)
 
 
-def test_a_copy_in_another_form_is_left_alone(published: Path, tmp_path: Path) -> None:
+def test_a_consolidated_copy_of_the_weights_is_ignored(published: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(published, tmp_path / "hf"))
     shutil.copy(folder / SINGLE, folder / "consolidated.safetensors")
     assert main(["inspect", str(folder)]) == 0

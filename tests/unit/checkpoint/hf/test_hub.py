@@ -113,7 +113,7 @@ def test_an_interrupted_download_resumes(hub: str, tmp_path: Path) -> None:
     assert Hub.asked == []
 
 
-def test_without_a_hub_the_sentence_says_what_to_do(tmp_path: Path) -> None:
+def test_an_unreachable_hub_error_asks_for_a_folder(tmp_path: Path) -> None:
     done = download("http://127.0.0.1:9", tmp_path, "own/model")
     assert done.returncode == 1
     said = done.stderr.strip().splitlines()[-1]

@@ -143,7 +143,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "changes", "reason"), REFUSED)
-def test_what_megatron_cannot_run_has_its_reason(
+def test_models_that_megatron_cannot_run_have_a_reason(
     name: str, changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     source = make(tmp_path / "hf", name, 1)
@@ -175,7 +175,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "changes", "says"), WRONG)
-def test_a_config_that_cannot_be_is_one_sentence(
+def test_an_impossible_config_gives_a_clear_error(
     name: str, changes: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = make(tmp_path / "hf", name, 1)
@@ -185,7 +185,7 @@ def test_a_config_that_cannot_be_is_one_sentence(
     assert says.replace("\\", "") in capsys.readouterr().err
 
 
-def test_stages_and_the_number_of_depths_are_no_settings(tmp_path: Path) -> None:
+def test_stages_and_the_number_of_depths_are_not_model_settings(tmp_path: Path) -> None:
     """A run may split the trunk into stages, and repeat its MTP layer."""
     flags, _ = flags_of(HFModel.read(make(tmp_path / "hf", "qwen3_next", 1)))
     assert flags is not None
@@ -512,7 +512,7 @@ def trunk_logits(source: Path, mcore: Path, dtype: torch.dtype) -> tuple[Tensor,
 
 
 @pytest.mark.matrix
-def test_the_largest_difference_of_qwen3_next_is_float32s(tmp_path: Path) -> None:
+def test_qwen3_next_differences_are_only_float32_rounding(tmp_path: Path) -> None:
     """The model with the worst float32 rounding of 34: each side differs more from itself in float64 than from the
     other.
     """

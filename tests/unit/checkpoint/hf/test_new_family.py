@@ -103,7 +103,7 @@ def outside(path: Path) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("add", [in_the_package, outside])
-def test_a_new_family_goes_there_and_back_and_computes_the_same(
+def test_a_new_family_survives_a_round_trip_with_the_same_logits(
     add: Callable[[Path], None], source: Path, tmp_path: Path
 ) -> None:
     mcore, back, added = tmp_path / "mcore", tmp_path / "back", tmp_path / "added"

@@ -32,7 +32,7 @@ def test_mxfp4_is_read_as_transformers_reads_it() -> None:
     assert torch.equal(from_mxfp4({"_blocks": blocks, "_scales": scales}, Numbers()), theirs)
 
 
-def test_a_byte_is_two_numbers_the_lower_half_first() -> None:
+def test_a_byte_holds_two_fp4_numbers_lower_half_first() -> None:
     blocks, scales = torch.tensor([[[[0x21, 0xF7]]]]).byte(), torch.tensor([[[128]]]).byte()
     expected = [2 * FP4[number] for number in (1, 2, 7, 15)]
     assert from_mxfp4({"_blocks": blocks, "_scales": scales}, Numbers()).flatten().tolist() == expected
@@ -97,7 +97,7 @@ def test_every_weight_of_several_tensors_is_found_with_its_parts() -> None:
         ({"w_blocks": ((2, 8, 1, 16), BYTE), "w_scales": ((2, 8), BYTE)}, "is not a weight in MXFP4"),
     ],
 )
-def test_tensors_that_make_no_weight_are_wrong(stored: dict[str, Any], says: str) -> None:
+def test_incomplete_quantized_tensors_are_rejected(stored: dict[str, Any], says: str) -> None:
     """Regression: a leftover scale once made a BF16 weight 1,000 times smaller, in every comparison alike."""
     (weight,) = quantized_weights(stored, Numbers(block=(2, 3))).values()
     assert says in weight.fault
@@ -168,7 +168,7 @@ def test_an_export_has_no_quantization_in_its_config(place: str, tmp_path: Path)
     assert "fp8" not in json.dumps(hf_folder_form(folder).keys)
 
 
-def test_a_scale_that_was_left_over_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_leftover_scale_is_rejected_by_name(tmp_path: Path) -> None:
     folder = fp8_folder(tmp_path / "hf")
     name = "model.layers.0.mlp.down_proj.weight"
     write(folder, {**read(folder), name: torch.ones(48, 64).bfloat16()})

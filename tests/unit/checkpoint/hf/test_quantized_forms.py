@@ -207,7 +207,7 @@ def test_gptq_as_auto_round(module: str, plus_one: bool, bits: int) -> None:
 # --- examples by hand -------------------------------------------------------------------------------------------------
 
 
-def test_numbers_follow_each_other_in_a_word_the_lowest_first() -> None:
+def test_packed_numbers_start_at_the_lowest_bits() -> None:
     word = torch.tensor([0x76543210], dtype=torch.int32)
     assert unpacked(word, 4, 8).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert unpacked(word, 4, 8, AWQ_ORDER).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]

@@ -30,7 +30,7 @@ def test_query_key_and_value_go_group_by_group() -> None:
     assert merged.flatten().tolist() == [1, 2, 51, 61, 3, 4, 52, 62]
 
 
-def test_gates_go_behind_the_queries_of_their_group() -> None:
+def test_gates_follow_the_queries_of_their_group() -> None:
     merge = MergeQKV(heads=4, groups=2, widths=(1, 1, 1), gated=True)
     (merged,) = merge.forward([rows(1, 91, 2, 92, 3, 93, 4, 94), rows(51, 52), rows(61, 62)])
     assert merged.flatten().tolist() == [1, 2, 91, 92, 51, 61, 3, 4, 93, 94, 52, 62]
@@ -42,7 +42,7 @@ def test_rows_of_groups_go_kind_by_kind() -> None:
     assert [part.flatten().tolist() for part in parts] == [[1, 2], [51, 52], [61, 62, 63, 64]]
 
 
-def test_one_is_taken_from_a_norm_and_its_original_kept() -> None:
+def test_one_is_subtracted_from_a_norm_and_the_original_kept() -> None:
     weight = tensor([1.5, 0.3, 1.0]).bfloat16()
     kept, difference = Computed(original=True, minus=1).forward([weight])
     assert torch.equal(kept, weight)

@@ -216,7 +216,7 @@ OWN_FAULTS: dict[str, Callable[[Rule], Rule]] = {
 
 @pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize("fault", OWN_FAULTS)
-def test_a_fault_in_the_rules_of_what_gpt_oss_alone_has_is_seen(
+def test_a_fault_in_the_rules_only_for_gpt_oss_is_detected(
     fault: str, judged: dict[str, Logits], converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant_in_rules(OWN_FAULTS[fault], monkeypatch)
@@ -229,7 +229,7 @@ RUN = [name for name in LEFT if name != "nemotron_h_puzzle"]
 
 
 @pytest.mark.matrix
-def test_transformers_computes_the_same_of_what_was_carried(converted: Converted) -> None:
+def test_transformers_gives_the_same_logits_after_a_round_trip(converted: Converted) -> None:
     folders, backs = ([made(name) for name in RUN] for made in (converted.folder, converted.back))
     logits = all_reference_logits([*folders, *backs], PROMPT)
     for name, theirs, ours in zip(RUN, logits[: len(RUN)], logits[len(RUN) :], strict=True):
@@ -289,7 +289,7 @@ def faults(folder: Path, checkpoint: Path) -> list[str]:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", RUN)
-def test_verify_sees_every_fault_of_what_is_carried(name: str, converted: Converted, tmp_path: Path) -> None:
+def test_verify_detects_every_fault_in_carried_tensors(name: str, converted: Converted, tmp_path: Path) -> None:
     for fault, spoil in SPOILT.items():
         folder = shutil.copytree(converted.folder(name), tmp_path / fault)
         spoil(folder)

@@ -68,13 +68,13 @@ def test_any_header_is_read_or_refused(tmp_path: Path, cut: int, change: list[tu
 @pytest.mark.parametrize(
     "text", ["", "[]", "{", "[" * 100_000, '{"model_type": 3}', '{"model_type": "llama"}', "\ud800"]
 )
-def test_a_config_that_is_none(tmp_path: Path, text: str) -> None:
+def test_an_invalid_config_is_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(ValueError, match=r"config\.json"):
         FAMILIES["llama"].all_rules(HFConfig.read(tmp_path), Layout(0))
 
 
-def test_the_fuzzed_configs_are_whole_without_changes() -> None:
+def test_the_fuzzed_configs_are_valid_without_changes() -> None:
     known = (model for model in MODELS.values() if model.model_type in FAMILIES)  # the others need their text_config
     for model in known:
         keys = {**SIZES, **model.config, "model_type": model.model_type, **model.keys}

@@ -55,7 +55,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
 
 
 @pytest.mark.parametrize("case", chosen(), ids=str)
-def test_a_command_line_ends_in_one_way_or_the_other(case: Case, cases: Cases) -> None:
+def test_a_command_line_succeeds_or_gives_a_clear_error(case: Case, cases: Cases) -> None:
     ended = cases.run(case)
     assert faults(case, ended) == [], ended.err[-3000:]
 
@@ -80,11 +80,11 @@ def test_there_are_cases_of_every_kind() -> None:
         (Ended(2, "", "error", ["new.idx"]), ["left ['new.idx']"]),
     ],
 )
-def test_the_harness_sees_planted_ends(ended: Ended, found: list[str], tmp_path: Path) -> None:
+def test_the_harness_detects_planted_outcomes(ended: Ended, found: list[str], tmp_path: Path) -> None:
     assert faults(Case("train"), ended) == found
 
 
-def test_the_harness_sees_what_a_child_does(cases: Cases) -> None:
+def test_the_harness_detects_a_childs_unexpected_outcome(cases: Cases) -> None:
     """It reports an unexpected error, and an expected one that is missing."""
     refused, done = Case("report nowhere"), Case("report run")
     assert faults(replace(refused, bad=False), cases.run(refused)) == ["refused"]

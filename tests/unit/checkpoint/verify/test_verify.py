@@ -210,7 +210,7 @@ def test_a_carried_tensor_of_another_shape_is_refused(tmp_path: Path, capsys: py
     assert "is 55x48, but transformers' class of 'exaone4_5' has it as 56x48" in capsys.readouterr().err
 
 
-def test_other_weights_are_seen(tmp_path: Path, judged: AllJudged) -> None:
+def test_different_weights_are_detected(tmp_path: Path, judged: AllJudged) -> None:
     hf_to_mcore(judged["llama", False].folder, tmp_path / "mcore", QUIET)
     checks = verify(judged["llama", True].folder, tmp_path / "mcore")
     assert failed(checks) == ["tensors that are equal bit by bit, there and back", "trunk logits, largest difference"]
@@ -230,7 +230,7 @@ def test_a_norm_that_is_stored_twice_is_proved_in_both_forms(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(("moved", "expected"), [(2e-4, []), (1e-4, ["trunk logits, largest difference"])])
-def test_logits_may_differ_by_a_few_times_what_the_last_bit_moves(
+def test_logits_may_differ_by_a_few_times_the_rounding_error(
     moved: float, expected: list[str], tmp_path: Path, judged: AllJudged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For models without states too: SmolLM2-135M amplifies rounding at single positions."""
@@ -247,7 +247,7 @@ def test_logits_may_differ_by_a_few_times_what_the_last_bit_moves(
     assert failed(verify(folder, tmp_path / "mcore")) == expected
 
 
-def test_a_model_that_megatron_cannot_run_leaves_the_round_trip(tmp_path: Path) -> None:
+def test_an_untrainable_model_is_verified_by_its_round_trip(tmp_path: Path) -> None:
     folder = make(tmp_path / "hf", "exaone_moe", 1)
     hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     checks = verify(folder, tmp_path / "mcore")
@@ -266,7 +266,7 @@ def test_a_model_that_megatron_cannot_run_leaves_the_round_trip(tmp_path: Path) 
         ("llama", {"hidden_act": "gelu"}, 1, "Megatron runs the checkpoint, but the folder has the activation 'gelu'"),
     ],
 )
-def test_what_was_not_compared_has_a_status_of_its_own(
+def test_uncompared_logits_have_their_own_exit_status(
     name: str, changes: dict[str, Any], status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make(tmp_path / "hf", name, 0)
@@ -279,7 +279,7 @@ def test_what_was_not_compared_has_a_status_of_its_own(
     assert main([*arguments, "--allow-uncompared"]) == (0 if status == 3 else status)
 
 
-def test_depths_that_no_reference_describes_are_not_compared(
+def test_mtp_layers_without_a_reference_are_not_compared(
     tmp_path: Path, judged: AllJudged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers then only runs the trunk, which shows nothing about the MTP layers."""
@@ -322,7 +322,7 @@ def test_experts_of_a_depth_may_stand_apart_or_in_two_tensors(tmp_path: Path) ->
         ([1.0, float("inf")], [1.0, float("inf")], False),
     ],
 )
-def test_logits_are_close_by_the_largest_and_never_if_one_is_no_number(
+def test_logits_are_close_relative_to_the_largest_and_never_with_nan(
     ours: list[float], theirs: list[float], ok: bool
 ) -> None:
     check = Check.close("logits", torch.tensor(ours), torch.tensor(theirs), "a list", tolerance=2**-7)

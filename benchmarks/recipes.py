@@ -125,6 +125,7 @@ TOKENS_PER_BLOCK = 4
 
 JUDGED_TOKENS = 8192
 DEVIATIONS = 2
+AS_TRAINED = "expected accepted length on sequences as long as in training"
 COUNTS = ("accepted_at", "reached_at", "offered_at")
 """Fields of `AcceptanceStats` that a record stores per document."""
 
@@ -221,7 +222,8 @@ class Bench:
             row = read_rows(folder)[-1]
         documents = {number: asdict(stats) for of in read_documents(folder).values() for number, stats in of.items()}
         counts = {number: {name: each[name] for name in COUNTS} for number, each in documents.items()}
-        return {EXPECTED_LENGTH: row[EXPECTED_LENGTH], "tau_real": trained["tau_real"], "documents": counts}
+        lengths = {EXPECTED_LENGTH: row[EXPECTED_LENGTH], AS_TRAINED: trained[EXPECTED_LENGTH]}
+        return {**lengths, "tau_real": trained["tau_real"], "documents": counts}
 
     def _prompts(self, cell: Cell) -> Path:
         """Write prefixes of text that the training has not seen."""
@@ -290,7 +292,7 @@ def recipes(wanted: Namespace) -> Found:
         "failed": failed,
     }
     goals = [Goal("cells that failed", float(len(failed)), 0)]
-    return Found(results, goals, [ranks_table(finished, conditions), orders_table(orders)])
+    return Found(results, goals, [ranks_table(finished, conditions), orders_table(orders), long_table(finished)])
 
 
 def documents_of(records: Records) -> Documents:
@@ -375,6 +377,20 @@ def orders_table(orders: list[dict[str, Any]]) -> Table:
         for each in orders
     ]
     return Table("published orders", ("worse", "better", "gain", "error", "here", "published by"), rows)
+
+
+def long_table(records: Records) -> Table:
+    """Return a row for each recipe whose heads were evaluated on longer sequences than they were trained on."""
+    rows: list[tuple[Any, ...]] = []
+    for recipe in RECIPES:
+        of = [each for cell, each in of_recipe(recipe, records).items() if cell.context > LONGEST_TRAINED]
+        if of:
+            kept = [each[EXPECTED_LENGTH] / each[AS_TRAINED] for each in of]
+            lengths = (statistics.fmean(each[name] for each in of) for name in (AS_TRAINED, EXPECTED_LENGTH))
+            rows.append((recipe, *(round(length, 3) for length in lengths), round(statistics.fmean(kept), 3)))
+            rows[-1] += (round(DEVIATIONS * error_of_mean(kept), 3),)
+    header = ("recipe", f"{LONGEST_TRAINED:,} tokens, as trained", "16,384 tokens", "of that", "error")
+    return Table("accepted length of the same heads on longer sequences", header, rows)
 
 
 def given_model(text: str) -> Trunk:

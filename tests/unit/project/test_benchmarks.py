@@ -242,13 +242,20 @@ def test_ranks_use_only_conditions_shared_by_all_recipes(monkeypatch: pytest.Mon
     found |= {replace(cell, trunk="hybrid"): each for cell, each in records("kd", (10, 12)).items()}
     table = recipes.ranks_table(
         {cell: each | {"tau_real": 1.5} for cell, each in found.items()},
-        (("dense", "same", 64), ("hybrid", "same", 64)),
+        {"dense": ("dense", "same", 64), "hybrid": ("hybrid", "same", 64)},
     )
     first, second = table.rows
     assert first[1:3] == ("ce", pytest.approx(1.81))
-    assert first[-1] == "-"
+    assert first[-1] is None
     assert second[1:3] == ("kd", pytest.approx(1.61))
     assert second[-1] == pytest.approx(1.11)
+
+
+def test_longer_sequences_are_compared_with_those_of_the_training() -> None:
+    lengths = {recipes.AS_TRAINED: 1.5, recipes.EXPECTED_LENGTH: 1.2}
+    longer = {recipes.Cell("kd", "windowed", "same", 16384, seed): lengths for seed in range(2)}
+    table = recipes.long_table(records("kd", (60, 62)) | longer)
+    assert table.rows == [("kd", 1.5, 1.2, 0.8, 0.0)]
 
 
 def test_a_finished_cell_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

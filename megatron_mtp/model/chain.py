@@ -5,6 +5,7 @@ Letters in names: D depths, S sequence, B batch, H hidden.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -12,7 +13,10 @@ from torch.distributed import ProcessGroup
 
 from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.model.mixing import Mixer
-from megatron_mtp.model.trunk_output import Angles, AttentionInputs
+from megatron_mtp.model.trunk_output import Angles, AttentionInputs, is_detached
+
+if TYPE_CHECKING:
+    from megatron_mtp.model.head import Head
 
 Layer = Callable[[Tensor, Tensor, AttentionInputs, Tensor | None], Tensor]
 """Function of a depth: takes its input state and embedding, both [S, B, H], attention, and mask [B, S]; see `mtp.py`.
@@ -53,6 +57,24 @@ class DepthInputs:
         assert self.tokens_DBS is not None
         embedded_SBH = self.embedding(input_ids=self.tokens_DBS[depth], position_ids=self.positions[depth])
         return embedded_SBH.detach() if self.is_apart else embedded_SBH
+
+
+class TrunksHead:
+    """What all MTP layers have in common as a draft head (`DraftHead` in attachment.py): the trunk's output layer."""
+
+    config: TransformerConfig
+
+    @property
+    def is_apart(self) -> bool:
+        """Return whether the drafts train nothing of the trunk, including its embedding and output layer."""
+        return is_detached(self.config)
+
+    def head_of(self, head: "Head") -> "Head":
+        """Return the output layer for drafts, given the trunk's: the same one."""
+        return head
+
+    def begin_head(self, head: "Head") -> None:
+        """Initialize the head's own output rows from the trunk's. MTP layers have none."""
 
 
 def chain(layers: Sequence[Layer], hidden_SBH: Tensor, inputs: DepthInputs) -> list[Tensor]:

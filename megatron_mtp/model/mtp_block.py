@@ -19,15 +19,14 @@ from torch import Tensor
 
 from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.megatron.checkpoint import ABSENT
-from megatron_mtp.model.chain import DepthInputs, chain, padding_mask
-from megatron_mtp.model.head import Head
+from megatron_mtp.model.chain import DepthInputs, TrunksHead, chain, padding_mask
 from megatron_mtp.model.mixing import mixer_of
 from megatron_mtp.model.mtp import MultiTokenPredictionLayer, MultiTokenPredictionLayerSubmodules
 from megatron_mtp.model.shared_keys import FirstPassKeys, SharingAttention, sharing
 from megatron_mtp.model.trunk_output import Angles, TrunkOutput, Turns, is_detached
 
 
-class MultiTokenPredictionBlock(MegatronModule):
+class MultiTokenPredictionBlock(TrunksHead, MegatronModule):
     """D MTP layers in sequence; with `mtp_use_repeated_layer`, one layer serves all depths.
 
     Attributes:
@@ -71,18 +70,6 @@ class MultiTokenPredictionBlock(MegatronModule):
     def make_layer(self, *args: Any) -> MegatronModule:
         """Create a layer from the arguments that its class takes after the configuration."""
         return MultiTokenPredictionLayer(self.config, *args)
-
-    @property
-    def is_apart(self) -> bool:
-        """Return whether the drafts train nothing of the trunk, including its embedding and output layer."""
-        return is_detached(self.config)
-
-    def head_of(self, head: Head) -> Head:
-        """Return the output layer for drafts, given the trunk's: the same one."""
-        return head
-
-    def begin_head(self, head: Head) -> None:
-        """Initialize the block's own output rows from the trunk's. MTP layers have none."""
 
     def drafts(self, trunk: TrunkOutput, batch: DepthBatch) -> tuple[list[Tensor], Tensor | None]:
         """Return the inputs of the output layer for each depth, and the confidence logits, if there are any."""

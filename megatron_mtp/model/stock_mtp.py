@@ -21,13 +21,12 @@ from torch import Tensor
 
 from megatron_mtp.data.batch import DepthBatch, shift_left
 from megatron_mtp.model.around_layers import checkpointed, set_quantization
-from megatron_mtp.model.chain import DepthInputs, Layer, chain, padding_mask
-from megatron_mtp.model.head import Head
+from megatron_mtp.model.chain import DepthInputs, Layer, TrunksHead, chain, padding_mask
 from megatron_mtp.model.mixing import mixer_of
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.stock import LEARNED, OWN, as_trunk, initializing, share_embedding
 from megatron_mtp.model.swapped import with_modules
-from megatron_mtp.model.trunk_output import AttentionInputs, TrunkOutput, is_detached
+from megatron_mtp.model.trunk_output import AttentionInputs, TrunkOutput
 
 if TYPE_CHECKING:
     from megatron_mtp.spec.head import HeadSpec
@@ -82,7 +81,7 @@ def _end_of(pattern: str) -> str:
     return found[0]
 
 
-class StockHead:
+class StockHead(TrunksHead):
     """MTP layers of Megatron's class as a draft head (`DraftHead` in attachment.py).
 
     Args:
@@ -95,18 +94,6 @@ class StockHead:
         self.config, self.groups, self.depths = model.config, model.pg_collection, passes or model.config.mtp_num_layers
         self._block = model.mtp
         self._learns_positions = model.position_embedding_type == LEARNED
-
-    @property
-    def is_apart(self) -> bool:
-        """Return whether the loss of the drafts leaves the trunk alone, including its embedding and output layer."""
-        return is_detached(self.config)
-
-    def head_of(self, head: Head) -> Head:
-        """Return the output layer for drafts, which is the trunk's."""
-        return head
-
-    def begin_head(self, head: Head) -> None:
-        """Do nothing, since the rows are the trunk's."""
 
     def drafts(self, trunk: TrunkOutput, batch: DepthBatch) -> tuple[list[Tensor], None]:
         """Compute the inputs of the output layer, one per depth; there is no confidence."""

@@ -1,4 +1,4 @@
-"""Acceptance counts by document: gathered over the ranks of an evaluation, grouped by source.
+"""Acceptance counts by document: gathered over the ranks of an evaluation, grouped by source or context.
 
 In an evaluation's samples, "documents" [S] has the document number of every position (data/sources.py).
 
@@ -50,8 +50,12 @@ def gathered(documents: Mapping[str, Sequence[Documents]]) -> dict[str, dict[int
     }
 
 
-def by_source(documents: Mapping[int, Any], args: Namespace) -> dict[str, dict[int, Any]]:
-    """Group values of documents by source; `args` name the data sets."""
+def grouped(documents: Mapping[int, Any], args: Namespace) -> dict[str, dict[int, Any]]:
+    """Group values of documents by context length with --mtp-context-lengths, else by source in the data sets."""
+    if args.mtp_context_lengths is not None:
+        from megatron_mtp.training.contexts import by_context
+
+        return by_context(documents, args.mtp_context_lengths)
     found: dict[str, dict[int, Any]] = {}
     for (number, each), source in zip(
         documents.items(), sources_of(list(documents), named_prefixes(args)), strict=True

@@ -30,7 +30,7 @@ from megatron_mtp.megatron.checkpoint import TRACKER
 from megatron_mtp.spec.head import HEADS
 from megatron_mtp.spec.kinds import kind_of
 from megatron_mtp.training.best_state import BestState
-from megatron_mtp.training.documents import by_source, gathered
+from megatron_mtp.training.documents import gathered, grouped
 from megatron_mtp.training.run_files import (
     DOCUMENTS,
     METRICS,
@@ -302,13 +302,7 @@ class Metrics:
                 for what, of in gathered(window.documents).items()
             }
             args = get_args()
-            apart: dict[str, BySource]
-            if args.mtp_context_lengths is None:
-                apart = {what: by_source(of, args) for what, of in documents.items()}
-            else:
-                from megatron_mtp.training.contexts import by_context
-
-                apart = {what: by_context(of, args.mtp_context_lengths) for what, of in documents.items()}
+            apart: dict[str, BySource] = {what: grouped(of, args) for what, of in documents.items()}
             records = {what: record_of(stats, iteration, split, apart.get(what)) for what, stats in rates.items()}
             record, self.sources = {**records.pop(MTP), **records}, apart.get(MTP, {})
             if split.startswith("validation"):

@@ -73,7 +73,7 @@ def multiplies_bfloat16() -> bool:
     """Return whether this CPU multiplies matrices in bfloat16; otherwise torch converts each number, which is slow."""
     import torch
 
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def fuses_weight_gradients() -> bool:

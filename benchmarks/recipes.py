@@ -78,8 +78,9 @@ SHARED = (
     "--no-create-attention-mask-in-dataloader --tokenizer-type HuggingFaceTokenizer"
 ).split()
 HYBRID = "M-*-M-*-"
+DENSE = "--num-layers 4 --hidden-size 64 --ffn-hidden-size 176 --untie-embeddings-and-output-weights"
 TRUNKS = {
-    "dense": "--num-layers 4 --hidden-size 64 --ffn-hidden-size 176 --untie-embeddings-and-output-weights",
+    "dense": DENSE,
     "experts": (
         "--num-layers 4 --hidden-size 64 --ffn-hidden-size 176 --num-experts 4 --moe-router-topk 2 "
         "--moe-ffn-hidden-size 64 --moe-layer-freq [0,1,1,1] --moe-router-load-balancing-type none"
@@ -88,10 +89,7 @@ TRUNKS = {
         f"--hybrid-layer-pattern {HYBRID} --hidden-size 64 --ffn-hidden-size 176 --mamba-state-dim 16 "
         "--mamba-head-dim 16 --mamba-num-groups 2"
     ),
-    "windowed": (
-        "--num-layers 4 --hidden-size 64 --ffn-hidden-size 176 --untie-embeddings-and-output-weights "
-        "--window-size 255,0 --max-position-embeddings 16384"
-    ),
+    "windowed": f"{DENSE} --window-size 255,0 --max-position-embeddings 16384",
 }
 Condition = tuple[str, str, int]
 """Trunk, domain and context."""
@@ -386,9 +384,9 @@ def long_table(records: Records) -> Table:
         of = [each for cell, each in of_recipe(recipe, records).items() if cell.context > LONGEST_TRAINED]
         if of:
             kept = [each[EXPECTED_LENGTH] / each[AS_TRAINED] for each in of]
-            lengths = (statistics.fmean(each[name] for each in of) for name in (AS_TRAINED, EXPECTED_LENGTH))
-            rows.append((recipe, *(round(length, 3) for length in lengths), round(statistics.fmean(kept), 3)))
-            rows[-1] += (round(DEVIATIONS * error_of_mean(kept), 3),)
+            lengths = [statistics.fmean(each[name] for each in of) for name in (AS_TRAINED, EXPECTED_LENGTH)]
+            figures = [*lengths, statistics.fmean(kept), DEVIATIONS * error_of_mean(kept)]
+            rows.append((recipe, *(round(figure, 3) for figure in figures)))
     header = ("recipe", f"{LONGEST_TRAINED:,} tokens, as trained", "16,384 tokens", "of that", "error")
     return Table("accepted length of the same heads on longer sequences", header, rows)
 

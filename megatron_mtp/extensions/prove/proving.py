@@ -17,6 +17,7 @@ from threading import Timer
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_mtp.extensions.prove import worker
 from megatron_mtp.extensions.prove.cases import BATCHES, MICROBATCHES, Case, batch_of
@@ -347,17 +348,26 @@ class Judge:
         computed = chain(
             weighed(step.gradients, right.gradients, case, self.tiny), scaled_log(step.logged, right.logged)
         )
+        with torch.no_grad():
+            trunks = [model.trunk(batch, batch.visible()) for batch in batches]
         for group in (before, [one for one in [*possible, *computed] if one not in before]):
-            fitting = [one for one in group if self._fits(one.rule, case, model, batches, step)]
+            fitting = [one for one in group if self._fits(one.rule, case, model, batches, trunks, step)]
             if fitting:
                 self.tried += [one for one in fitting if one not in self.tried]
                 return fitting
         return []
 
     @staticmethod
-    def _fits(rule: Rule, case: Case, model: Model, batches: Sequence[Microbatch], step: Expected) -> bool:
+    def _fits(
+        rule: Rule,
+        case: Case,
+        model: Model,
+        batches: Sequence[Microbatch],
+        trunks: Sequence[tuple[Tensor, Tensor]],
+        step: Expected,
+    ) -> bool:
         with torch.no_grad():
-            found = [model.losses(batch, rule) for batch in batches]
+            found = [model.losses(batch, rule, trunk) for batch, trunk in zip(batches, trunks, strict=True)]
             logged, _ = total_of(model, batches, found, case.per_token, rule)
         silent = not step.logged and rule.factor == 0
         if not silent and not _near(step.logged, logged, case.in_bf16):

@@ -178,13 +178,18 @@ class Model:
     def __init__(self, weights: Weights, config: dict[str, Any], model: dict[str, Any]) -> None:
         self.weights, self.config, self.model = weights, config, model
 
-    def losses(self, batch: Microbatch, rule: Rule = PAPER) -> list[tuple[Tensor, Tensor]]:
-        """Return negative log-likelihoods and their masks, [N] each, for the main loss and every depth."""
+    def losses(
+        self, batch: Microbatch, rule: Rule = PAPER, trunk: tuple[Tensor, Tensor] | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return negative log-likelihoods and their masks, [N] each, for the main loss and every depth.
+
+        `trunk` is the output of the method of that name, for callers that compare many rules.
+        """
         after, visible, weights = batch.following(rule.follow), batch.visible(), self.weights
         labels, mask = batch.labels, batch.mask
         if labels is None:
             labels, mask = (shifted(values, after, 1) for values in (batch.tokens, mask))
-        normed, hidden = self.trunk(batch, visible)
+        normed, hidden = trunk or self.trunk(batch, visible)
         head = weights["embedding.word_embeddings.weight" if self.model["tied"] else "output_layer.weight"]
         found = [(_nll(normed @ head.T, labels), mask)]
         detached = rule.detached | (frozenset(("hidden", "embedding", "head")) if self._detaches() else frozenset())

@@ -77,7 +77,7 @@ class Look:
     def _finish(self, digests_RB: Tensor) -> None:
         """Keep only the needed digests of rows: all of them take 64 bytes a row."""
         self._digests = []
-        self._sum = _total(digests_RB) % 2**64
+        self._sum = int(_dots(digests_RB.view(1, -1), 1)) % 2**64
         columns = self.shape[-1] if len(self.shape) > 1 else 1
         rows = next((size for size in self.shape[-2::-1] if size > 1), 1) if len(self.shape) > 1 else 1
         if min(rows, columns) < LEAST or not digests_RB.any():
@@ -132,18 +132,15 @@ def _digests(piece: Tensor, shape: Shape) -> Tensor:
         flat = flat.clone()
     kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[size]
     words = flat.view(kind).long().view(-1, width // size)
-    digests = torch.zeros(len(words), dtype=torch.int64)
-    for index, part in enumerate(words.split(WORDS, dim=1)):
-        digests += torch.mv(part, _factors(0)[: part.size(1)]) * (2 * index + 1)
-    return digests.view(-1, blocks)
+    return _dots(words, 0).view(-1, blocks)
 
 
-def _total(digests_RB: Tensor) -> int:
-    """Return the digest of a whole tensor, from the digests of its rows' blocks."""
-    found = 0
-    for index, part in enumerate(digests_RB.reshape(-1).split(WORDS)):
-        found += int(torch.dot(part, _factors(1)[: part.numel()])) * (2 * index + 1)
-    return found
+def _dots(words_RW: Tensor, seed: int) -> Tensor:
+    """Return a digest [R] of each row of words, modulo 2^64: its product with odd factors that are drawn by a seed."""
+    digests_R = torch.zeros(len(words_RW), dtype=torch.int64)
+    for index, part in enumerate(words_RW.split(WORDS, dim=1)):
+        digests_R += torch.mv(part, _factors(seed)[: part.size(1)]) * (2 * index + 1)
+    return digests_R
 
 
 def _runs(marked: Tensor) -> Iterator[Run]:
@@ -159,8 +156,7 @@ def _twice(digests: Tensor, width: int) -> Iterator[tuple[Run, Run]]:
         if len(digests) % count or size * width < LEAST:
             continue
         first: dict[int, int] = {}
-        for place, part in enumerate(digests.unflatten(0, (count, size))):
-            total = _total(part) % 2**64
+        for place, total in enumerate(_dots(digests.reshape(count, -1), 1).tolist()):
             if total and first.setdefault(total, place) != place:
                 one, other = (place * size * width for place in (first[total], place))
                 yield (one, one + size * width), (other, other + size * width)

@@ -35,4 +35,4 @@ bash scripts/setup.sh
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 # Images set PYTHONDONTWRITEBYTECODE, which would make every process compile the package and the tests again.
-env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 .venv/bin/python -m pytest "$@"
+env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest "$@"

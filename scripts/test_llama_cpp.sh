@@ -14,4 +14,4 @@ if [ ! -e .venv-llama/installed ]; then
         { echo "test_llama_cpp.sh: skipped, since xllamacpp and gguf cannot be installed here"; exit 77; }
     touch .venv-llama/installed
 fi
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 0 tests/extensions/predict/test_llama_cpp.py "$@"
+.venv/bin/python -m pytest -n 0 tests/extensions/predict/test_llama_cpp.py "$@"

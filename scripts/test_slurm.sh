@@ -89,5 +89,5 @@ for _ in {1..60}; do
 done
 sinfo --Node --partition=low
 
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 0 tests/functional/test_slurm.py "$@" ||
+.venv/bin/python -m pytest -n 0 tests/functional/test_slurm.py "$@" ||
     { tail --quiet -n 20 "$work"/*.log >&2; exit 1; }

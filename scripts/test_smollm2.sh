@@ -33,4 +33,4 @@ PYTHON
     rm -rf "$run/packages"
     mv "$run/hf.partial" "$run/hf"
 fi
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 0 -s tests/functional/test_smollm2.py "$@"
+.venv/bin/python -m pytest -n 0 -s tests/functional/test_smollm2.py "$@"

@@ -35,4 +35,4 @@ for name in "${names[@]}"; do
 done
 if $only_installs; then exit; fi
 cases=$(printf ' or %s' "${names[@]}")
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 0 --all tests/functional/test_stacks.py -k "${cases# or }"
+.venv/bin/python -m pytest -n 0 --all tests/functional/test_stacks.py -k "${cases# or }"

@@ -23,4 +23,4 @@ if [ ! -e .venv-vllm/installed ]; then
         : > "$(echo .venv-vllm/lib/python3*/site-packages/torchvision/_meta_registrations.py)"
     touch .venv-vllm/installed
 fi
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 0 tests/extensions/predict/test_vllm.py "$@"
+.venv/bin/python -m pytest -n 0 tests/extensions/predict/test_vllm.py "$@"

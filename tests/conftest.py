@@ -15,6 +15,9 @@ import pytest
 from put_back import put_back
 from quicker import collect_new_objects_alone
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Read when torch is imported. Two workers whose threads wait for each other take ten times as long on two cores."""
+
 LONGEST = """
     layouts attached_layouts verify drafting drafter_commands live_drafts state_cache ring_ranks graphs types serve
     engine triton_chunk graft gpu_check prove convert_tool drafting_methods document_commands serving_life

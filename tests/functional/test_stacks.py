@@ -73,7 +73,7 @@ def needs(framework: str) -> None:
 
 def with_modules(*folders: Path) -> dict[str, str]:
     """Return the environment of a Python program that imports modules from these folders."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
 
 
 Worked = Callable[[str, str, Path, Path, Path, str], dict[str, Any]]

@@ -19,7 +19,7 @@ from unittest import mock
 
 def found_by(cases: str, *parts: str) -> dict[str, Any]:
     """Run parts of a file in this folder and return its results: on the CPU, with torch operations as the reference."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, Path(__file__).parent / cases, *parts]
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert run.returncode == 0, run.stderr

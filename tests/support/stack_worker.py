@@ -367,5 +367,4 @@ def record_of(framework: str, job: str, folder: str, corpus: str, out: str, head
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     main(sys.argv[1])

@@ -8,7 +8,6 @@ log-probabilities, gradients and weights of every step; and the weights finally 
 packages that verl imports have stand-ins (AWAY).
 """
 
-import os
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -108,5 +107,4 @@ def main(folder: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     main(Path(sys.argv[1]), Path(sys.argv[2]))

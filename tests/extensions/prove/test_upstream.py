@@ -17,7 +17,7 @@ READY = sorted(path.stem for path in UPSTREAM.glob("*.patch"))
 def status(name: str, megatron: Path) -> int:
     """Return pytest's exit status for the correction's test with this Megatron."""
     words = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider"]
-    environment = {**os.environ, "PYTHONPATH": str(megatron), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(megatron)}
     test = str(UPSTREAM / f"test_mtp_{name}.py")
     return subprocess.run([*words, test], env=environment, capture_output=True, check=False).returncode
 

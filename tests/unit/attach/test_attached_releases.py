@@ -22,7 +22,7 @@ Steps = Callable[[str], dict[str, Any]]
 def steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steps]:
     """Return what release_steps.py prints with a folder first on the path."""
     paths = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'support'}"
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": paths}
     command = [sys.executable, str(Path(__file__).parents[2] / "support" / "release_steps.py")]
     with worker(command, environment, tmp_path_factory.mktemp("releases") / "log") as record_of:
         yield record_of

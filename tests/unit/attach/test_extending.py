@@ -273,7 +273,7 @@ def run_worker(name: str, packages: Path, *words: str) -> None:
     done = subprocess.run(
         [sys.executable, str(worker), *words],
         cwd=packages,  # `python -m` imports from here before the paths
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         check=False,

@@ -21,7 +21,7 @@ WORKER = Path(__file__).parents[2] / "support" / "late_preparation.py"
 
 
 def ran(order: str, folder: Path, run: Callable[..., Any]) -> dict[str, Any]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = run([sys.executable, str(WORKER), order, str(folder)], env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -55,8 +55,8 @@ def train(data: Path, folder: Path, heads: str, *flags: str, ranks: int = 1) -> 
     if "--hybrid-layer-pattern" in HEADS[heads]:
         at = given.index("--num-layers")
         del given[at : at + 2]
-    words = f"--tokenizer-model {data}/tokenizer --data-path {data}/corpus --split 80,20,0 --train-iters 60".split()
-    words += f"--eval-interval 30 --eval-iters 1 --lr 5e-3 --mtp-metrics-dir {folder} --log-interval 10".split()
+    words = f"--tokenizer-model {data}/tokenizer --data-path {data}/corpus --split 80,20,0 --train-iters 40".split()
+    words += f"--eval-interval 20 --eval-iters 1 --lr 5e-3 --mtp-metrics-dir {folder} --log-interval 10".split()
     words += f"--hidden-dropout 0.1 {HEADS[heads]}".split()
     command = launch.Command("pretrain_gpt.py", (*given, *words, *flags), ranks)
     return launch.run(command, folder.with_suffix(".log"))
@@ -69,7 +69,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("heads", tiered(["layers", "passes", "hybrid"], ["layers"]))
 def test_live_drafting_measures_saved_weights_without_side_effects(heads: str, data: Path, tmp_path: Path) -> None:
-    saved = f"--save {tmp_path / 'saved'} --save-interval 30".split()
+    saved = f"--save {tmp_path / 'saved'} --save-interval 20".split()
     log = train(data, tmp_path / "with", heads, "--mtp-draft-prompts", f"{data}/prompts.jsonl", "4", *saved)
     found, lines = rows(tmp_path / "with"), (data / "prompts.jsonl").read_text().splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import launch
 import pytest
+from tiers import tiered
 
 from megatron_mtp.cli import attach
 from megatron_mtp.cli import recipes as verb
@@ -26,7 +27,7 @@ def trunk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoint"
 
 
-@pytest.mark.parametrize("name", recipe.names())
+@pytest.mark.parametrize("name", tiered(recipe.names(), ("nemotron-mtp-boost", "dspark")))
 def test_a_recipe_trains(name: str, trunk: Path, tmp_path: Path) -> None:
     chosen = recipe.read(name)
     words = f"--recipe {name} --load {trunk} --finetune --mtp-metrics-dir {tmp_path} --log-interval 1".split()

@@ -62,10 +62,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trunks(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
-    """Create a folder with a checkpoint of every trunk."""
+def trunks(tmp_path_factory: pytest.TempPathFactory, data: Path, pytestconfig: pytest.Config) -> Path:
+    """Create a folder with a checkpoint of every trunk of this tier."""
     folder = tmp_path_factory.mktemp("trunks")
-    for trunk in TRUNKS:
+    for trunk in TRUNKS if pytestconfig.getoption("--all") else ("dense",):
         saved = f"--save {folder / trunk} --save-interval 4 --mtp-acceptance-interval 0"
         train(folder, data, f"of {trunk}".replace(" ", "_"), saved, trunk=trunk)
     return folder
@@ -74,7 +74,7 @@ def trunks(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
 @pytest.mark.parametrize(
     ("head", "layout", "trunk", "more"),
     [
-        ("mtp", "alone", "dense", ""),
+        pytest.param("mtp", "alone", "dense", "", marks=pytest.mark.matrix),
         ("passes", "alone", "dense", "--dataloader-inter-document-masking"),
         pytest.param("eagle3", "alone", "dense", "--bf16", marks=pytest.mark.matrix),
         pytest.param("dspark", "data", "dense", "", marks=pytest.mark.matrix),

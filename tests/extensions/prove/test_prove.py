@@ -606,8 +606,9 @@ def test_a_crash_is_wrong_but_a_megatron_error_is_not() -> None:
     assert crashed.cause.known == (4495, 6205)
 
 
-@pytest.fixture
-def proof(tmp_path: Path) -> Proof:
+@pytest.fixture(scope="module")
+def proof(tmp_path_factory: pytest.TempPathFactory) -> Proof:
+    tmp_path = tmp_path_factory.mktemp("proof")
     weights, case = weights_of(TINY), Case(CP, "holes", False)
     source = tmp_path / "site/megatron/core/transformer/multi_token_prediction.py"
     source.parent.mkdir(parents=True)

@@ -93,6 +93,7 @@ for arguments in [[], *([verb] for verb in VERBS), *(["convert", name] for name 
     assert done.stdout.count("usage: ") == len(VERBS) + 3
 
 
+@pytest.mark.matrix
 def test_only_serve_needs_the_server_packages() -> None:
     """A new process imports every module of the core except the server's; `serve` then names what to install."""
     code = f"""

@@ -490,7 +490,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 }
 
 
-SAMPLED_FIRST = ("mtp-rejection", "dspark-confident", "tree-specinfer")
+SAMPLED_FIRST = ("mtp-rejection", "tree-specinfer")
 
 
 @pytest.mark.parametrize("name", tiered(SAMPLED, SAMPLED_FIRST))

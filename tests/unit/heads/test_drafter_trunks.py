@@ -147,7 +147,6 @@ FIRST = (
     ("windows and sinks", "dspark"),
     ("pairs of delta rule and MLP", "dspark"),
     ("Mamba", "dflash"),
-    ("latent", "dflash2"),
 )
 
 

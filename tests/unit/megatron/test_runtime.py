@@ -32,6 +32,7 @@ with running(Parrot(), words(pathlib.Path(sys.argv[1]))) as server:
 """
 
 
+@pytest.mark.matrix
 def test_alarms_and_tracebacks_reach_standard_error(tmp_path: Path) -> None:
     """In a new process: when Megatron is imported, the root logger gets the handler that it keeps."""
     words = [sys.executable, "-c", LOGGING, str(tmp_path)]

@@ -87,6 +87,7 @@ def block_in(printed: str) -> list[str]:
     return lines
 
 
+@pytest.mark.matrix
 def test_a_short_run_ends_with_a_block_for_an_issue(tmp_path: Path) -> None:
     run = check("--device", "cpu", "--quick", "--short", "--out", tmp_path)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]

@@ -110,6 +110,7 @@ def test_cases_of_the_matrix_are_left_out_and_counted(workers: str, two_tiers: P
     assert "= 1 passed, 3 deselected" in said.splitlines()[-1]
 
 
+@pytest.mark.matrix
 def test_one_file_is_run_without_workers(two_tiers: Path) -> None:
     (two_tiers / "pytest.ini").write_text("[pytest]\nmarkers = matrix\naddopts = --numprocesses 2\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]

@@ -161,7 +161,8 @@ PAIRS: dict[str, Sides] = {**OUT, **BACK, **OTHERS}
 SLOW = (
     "kimi_k2, imported", "bailing_moe, imported", "longcat_flash, imported", "qwen3_5, imported", "qwen2, imported",
     "qwen3, imported", "depths attached and dropped", "step3p7, exported", "seven files, hybrid",
-    "nemotron_h, imported", "mimo, imported", "step3p7, imported",
+    "nemotron_h, imported", "mimo, imported", "step3p7, imported", "glm4_moe, imported", "qwen3_next, imported",
+    "copies left out, imported",
 )  # fmt: skip
 
 

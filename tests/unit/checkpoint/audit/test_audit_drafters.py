@@ -27,13 +27,14 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_sound_drafter_raises_no_alarm(name: str, pairs: Pairs) -> None:
     folder, saved = pairs[name]
-    for sides in ([folder], [saved], [saved, folder], [folder, folder]):
-        result = audit(*sides)
+    of_folder, of_checkpoint, *of_pairs = results = [
+        audit(*sides) for sides in ([folder], [saved], [folder, saved], [saved, folder], [folder, folder])
+    ]
+    for result in results:
         assert [found for found in result["findings"] if found["severity"] != "note"] == []
         assert result["ok"]
-    tensors = audit(folder)["sides"][0]["tensors"]
-    assert set(audit(saved)["sides"][0]["bytes by part"]) == {"trunk", "embedding", "head", "beside"}
-    assert audit(folder, saved)["compared"]["equal"] == audit(folder, folder)["compared"]["equal"] == tensors
+    assert set(of_checkpoint["sides"][0]["bytes by part"]) == {"trunk", "embedding", "head", "beside"}
+    assert {each["compared"]["equal"] for each in of_pairs} == {of_folder["sides"][0]["tensors"]}
 
 
 def first(result: dict[str, Any]) -> str:

@@ -40,14 +40,14 @@ def layer(prefix: str, *frame: str) -> list[str]:
     return [f"{prefix}{part}.weight" for part in ("self_attn.o_proj", "mlp.up_proj", *frame)]
 
 
-def drafts_line(folder: Path) -> str:
+def drafts_line(result: dict[str, Any]) -> str:
     """Return an audit's line about what drafts; empty if there is none."""
-    lines = page.text_of(audit(folder)).splitlines()
+    lines = page.text_of(result).splitlines()
     return next((line.removeprefix("   drafts: ") for line in lines if line.startswith("   drafts: ")), "")
 
 
-def alarms(folder: Path) -> list[str]:
-    return [f"{one['guess']}: {one['says']}" for one in audit(folder)["findings"] if one["severity"] != "note"]
+def alarms(result: dict[str, Any]) -> list[str]:
+    return [f"{one['guess']}: {one['says']}" for one in result["findings"] if one["severity"] != "note"]
 
 
 # --- every published family -------------------------------------------------------------------------------------------
@@ -159,11 +159,11 @@ def of_row(row: str, path: Path) -> Path:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_an_audit_lists_the_drafting_layers_of_a_family(row: str, tmp_path: Path) -> None:
-    folder = of_row(row, tmp_path / "hf")
+    result = audit(of_row(row, tmp_path / "hf"))
     depths, line = ROWS[row][1:]
-    assert audit(folder)["sides"][0]["depths"]["files"] == depths
-    assert drafts_line(folder) == line
-    assert [one for one in alarms(folder) if one.startswith(("depth", "MTP"))] == []
+    assert result["sides"][0]["depths"]["files"] == depths
+    assert drafts_line(result) == line
+    assert [one for one in alarms(result) if one.startswith(("depth", "MTP"))] == []
 
 
 NOT_DESCRIBED = ("granite_docling", "mellum", "deepseek_v32, glm_moe_dsa")
@@ -180,7 +180,8 @@ def test_a_lost_head_of_a_family_that_does_not_convert_is_found(
     frames = [name for name in frames if "mtp" in name or ".2." in name]
     lost = next(name for name in frames if "o_proj" not in name and "up_proj" not in name)
     write(folder, {name: one for name, one in whole.items() if name != lost})
-    assert any(one.startswith("depth incomplete") and lost in one for one in alarms(folder)), alarms(folder)
+    found = alarms(audit(folder))
+    assert any(one.startswith("depth incomplete") and lost in one for one in found), found
     assert main(["hf-to-mcore", str(folder), str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert "does not convert: " in said
@@ -268,12 +269,12 @@ TWINS: dict[str, tuple[dict[str, Any], list[str], str, list[str]]] = {
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_drafter_inside_a_model_does_not_count_as_a_depth(twin: str, tmp_path: Path) -> None:
     keys, names, line, wrong = TWINS[twin]
-    folder = folder_of(tmp_path / "hf", keys, names)
-    assert alarms(folder) == wrong
-    assert drafts_line(folder) == line
-    (side,) = audit(folder)["sides"]
+    result = audit(folder_of(tmp_path / "hf", keys, names))
+    assert alarms(result) == wrong
+    assert drafts_line(result) == line
+    (side,) = result["sides"]
     assert side["depths"]["files"] == (1 if twin == "V4, preview" else 0)
-    says = [one["says"] for one in audit(folder)["findings"] if one["guess"] == "drafter inside"]
+    says = [one["says"] for one in result["findings"] if one["guess"] == "drafter inside"]
     assert len(says) == (twin not in ("V4, preview", "dropped by a save"))
     assert all("no MTP layers. Engines load it by the method 'dspark'" in one for one in says)
 
@@ -300,11 +301,11 @@ def test_a_drafter_inside_a_known_model_is_carried_but_not_a_depth(
     keys = json.loads((folder / "config.json").read_text()) | DSPARK | {"num_nextn_predict_layers": 3}
     write(folder, read(folder) | stages)
     (folder / "config.json").write_text(json.dumps(keys))
-    assert alarms(folder) == []
+    assert alarms(audit(folder)) == []
     done = hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     assert done["depths"] == 0
     assert done["drafter inside"] == "a DSpark drafter of 3 stages, in mtp.*, carried as it is, and no MTP layers"
-    assert alarms(tmp_path / "mcore") == []
+    assert alarms(audit(tmp_path / "mcore")) == []
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", QUIET, form_of(tmp_path / "mcore"))
     assert_same(read(folder), read(tmp_path / "back"))
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == keys

@@ -6,10 +6,12 @@ import json
 import pickle
 import shutil
 import struct
+import subprocess
 import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fork_server
@@ -22,6 +24,7 @@ from tiers import tiered
 from megatron_mtp.checkpoint.convert import stream
 from megatron_mtp.checkpoint.hf.folder import INDEX
 from megatron_mtp.checkpoint.hf.writer import HFShards
+from megatron_mtp.checkpoint.verify import verify
 from megatron_mtp.cli import main as cli
 from megatron_mtp.cli.convert import COMMANDS
 from megatron_mtp.megatron.checkpoint.reader import CATALOGUE, DistReader
@@ -346,6 +349,10 @@ def test_import_inspect_export_and_verify_work_together(
     assert said("inspect", tmp_path / "back")["depths"] == 3
 
 
+def in_fork(words: list[str], env: dict[str, str], **_: Any) -> "subprocess.CompletedProcess[str]":
+    return fork_server.run(words, env=env)
+
+
 @pytest.mark.parametrize("verified", tiered(["hf-to-mcore mcore-to-hf", "mcore-to-hf"], ["mcore-to-hf"]))
 def test_the_verify_flag_checks_the_written_folder(
     verified: str,
@@ -354,6 +361,8 @@ def test_the_verify_flag_checks_the_written_folder(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """transformers runs in a fork, which takes less time than the new process of a command."""
+    monkeypatch.setattr(verify, "subprocess", SimpleNamespace(run=in_fork))
     mcore = tmp_path / "mcore"
     for command, written, target in (("hf-to-mcore", source, mcore), ("mcore-to-hf", mcore, tmp_path / "back")):
         proof = ["--verify"] if command in verified.split() else []

@@ -62,6 +62,8 @@ RECIPES = {
 }
 SAME_RATES = "--optimizer adam --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 "
 SAME_RATES += "--clip-grad 1.0 --weight-decay 0.01"
+RATES_OF_MODELS = "--lr 5e-4 --min-lr 5e-5"
+"""Learning rates for the heads of a given model: those of `attach`."""
 PUBLISHED = (
     ("ce", "kd", "arXiv:2606.15007; Tencent/AngelSpec"),
     ("e2e_tv", "angelspec", "end-to-end TV late, after LK: Tencent/AngelSpec"),
@@ -210,7 +212,8 @@ class Bench:
         flags += ["--mtp-metrics-dir", folder, "--mtp-state-cache", states, "--mtp-draft-prompts", self._prompts(cell)]
         flags += [*self.precision, *(["--mtp-draft-vocab-size", DRAFTED] if self.model is not None else [])]
         flags += ["--save", folder / "head", "--save-interval", steps] if context < cell.context else []
-        run("train", *flags, *recipe_flags(cell.recipe, cell.trunk, context), *SAME_RATES.split())
+        rates = [*SAME_RATES.split(), *(RATES_OF_MODELS.split() if self.model is not None else [])]
+        run("train", *flags, *recipe_flags(cell.recipe, cell.trunk, context), *rates)
         row = trained = read_rows(folder)[-1]
         if context < cell.context:
             folder = folder / "longer"

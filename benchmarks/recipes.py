@@ -2,6 +2,7 @@
 
     python benchmarks/recipes.py --folder runs/recipes    three trunks that are trained here
     python benchmarks/recipes.py --trunk NAME=DIR         a Hugging Face model in their place, such as SmolLM2-135M
+    python benchmarks/recipes.py --conditions "16,384 tokens"    one of the conditions below
     python benchmarks/recipes.py --quick                  does it run? (the figures mean nothing)
 
 A cell trains a head on a frozen trunk by one recipe. All cells train on equally many tokens. Its result is the expected
@@ -14,7 +15,7 @@ recipes     Those of `megatron-mtp recipes` that suit a frozen trunk, and plain 
 conditions  The dense trunk on text like its training text, 256 tokens long; and one change at a time: a trunk with
             experts, a hybrid trunk, code of other authors, chats, and contexts of 64 and 1,024 tokens. The last one is
             a context of 16,384 tokens, for heads that are trained on 1,024, on a trunk with windows of 256 tokens,
-            which is as good there as at 1,024. --conditions N takes the first N of them.
+            which is as good there as at 1,024.
 
 The trunks have four layers and are trained here, on Python source. Heads of a model given by --trunk draft its 8,192
 most frequent tokens. A published order holds where the difference has its sign and exceeds twice its standard error,
@@ -263,10 +264,15 @@ def recipes(wanted: Namespace) -> Found:
     quick = wanted.place == "quick"
     model = wanted.trunk.model if wanted.trunk else None
     steps = wanted.steps or (4 if quick else 200)
-    conditions = dict([*CONDITIONS.items()][: 1 if quick else wanted.conditions])
+    conditions = {name: CONDITIONS[name] for name in wanted.conditions or [*CONDITIONS][: 1 if quick else None]}
     if wanted.trunk:
         name = wanted.trunk.name
         conditions = {called: (name, *rest) for called, (trunk, *rest) in conditions.items() if trunk == "dense"}
+        if not conditions:
+            possible = "; ".join(called for called, (trunk, *_) in CONDITIONS.items() if trunk == "dense")
+            sys.exit(
+                f"recipes.py: error: --conditions names other trunks, and --trunk is given; name some of: {possible}."
+            )
     place = wanted.folder / wanted.place / (wanted.trunk.name if model else "")
     bench = Bench(place, model, steps, 24 if quick else 640)
     for trunk in dict.fromkeys(trunk for trunk, *_ in conditions.values()):
@@ -410,7 +416,12 @@ TRUNK_FLAG = {
 FLAGS: dict[str, dict[str, Any]] = {
     "--steps": {"type": count, "metavar": "N", "help": "training steps of 512 tokens for each cell; default: 200"},
     "--seeds": {"type": count, "metavar": "N", "help": "seeds of each recipe and condition; default: 5"},
-    "--conditions": {"type": count, "metavar": "N", "help": "the first N conditions; default: all"},
+    "--conditions": {
+        "choices": [*CONDITIONS],
+        "nargs": "+",
+        "metavar": "NAME",
+        "help": f"some of: {'; '.join(CONDITIONS)}; default: all",
+    },
     "--trunk": TRUNK_FLAG,
 }
 

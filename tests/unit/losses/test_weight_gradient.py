@@ -192,6 +192,7 @@ def test_the_loss_needs_no_more_memory_than_megatrons(
     """Ratios of tokens to H: with few tokens, the weight gradient's temporaries took 2 to 3 times as much."""
     monkeypatch.setattr(linear_cross_entropy, "BLOCK_BYTES", 2**16)
     monkeypatch.setattr(weight_gradient, "LEAST_BYTES", 2**16)
-    ours, theirs = loss_alone.peaks(int(ratio * 32), 2**14, 32, dtype, depths)
+    with torch.backends.mkldnn.flags(enabled=False):  # its products on AMX units pack copies of the weight
+        ours, theirs = loss_alone.peaks(int(ratio * 32), 2**14, 32, dtype, depths)
     goal = {2: 0.7}.get(ratio * depths, 0.6) if ratio * depths < 4 else 0.31
     assert ours / theirs <= goal

@@ -64,8 +64,7 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
         one, other = sides.values()
         findings += [*check_differences(compared, one, other), *check_lacking(one, other, paired)]
         result["compared"] = {"equal": sum(found.kind is None for found in compared)}
-        parts = Parts(None)
-        shares = not any(parts.of(name).kind == HEAD for name in (*paired.only_a, *paired.only_b))
+        shares = not any(Parts(None).of(name).kind == HEAD for name in (*paired.only_a, *paired.only_b))
         shares = shares and not any(found.guess == "tied copy" for found in findings)
         findings += settings(one, other, shares)
     ties = any(side.tied for side in sides.values())

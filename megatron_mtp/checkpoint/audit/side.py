@@ -104,15 +104,9 @@ class Parts:
     flat: int = 1
     drafter: bool = False
     stages: frozenset[str] = frozenset()
-    _known: dict[str, ModelPart] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of(self, name: str) -> ModelPart:
         """Return the part that a tensor belongs to, by its name alone."""
-        if (known := self._known.get(name)) is None:
-            known = self._known[name] = self._matched(name)
-        return known
-
-    def _matched(self, name: str) -> ModelPart:
         name = name.removeprefix(CARRIED)
         if self.drafter or name.startswith((ORIGINAL, DRAFTER)) or _BESIDE.search(name):
             return ModelPart(BESIDE)

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # needed when star
 from benchmarks.harness import Found, Goal, Table, count, main
 from benchmarks.head_life import Trunk, make_texts
 from benchmarks.verbs import VerbError, run
+from megatron_mtp.cli.attach_probe import RATE
 from megatron_mtp.common.acceptance import EXPECTED_LENGTH, AcceptanceStats, gain_of
 from megatron_mtp.common.files import remove, written_beside
 from megatron_mtp.megatron.machine import multiplies_bfloat16
@@ -63,7 +64,7 @@ RECIPES = {
 }
 SAME_RATES = "--optimizer adam --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 "
 SAME_RATES += "--clip-grad 1.0 --weight-decay 0.01"
-RATES_OF_MODELS = "--lr 5e-4 --min-lr 5e-5"
+RATES_OF_MODELS = f"--lr {RATE} --min-lr 5e-5"
 """Learning rates for the heads of a given model: those of `attach`."""
 PUBLISHED = (
     ("ce", "kd", "arXiv:2606.15007; Tencent/AngelSpec"),
@@ -268,15 +269,14 @@ def recipes(wanted: Namespace) -> Found:
     quick = wanted.place == "quick"
     model = wanted.trunk.model if wanted.trunk else None
     steps = wanted.steps or (4 if quick else 200)
-    conditions = {name: CONDITIONS[name] for name in wanted.conditions or [*CONDITIONS][: 1 if quick else None]}
+    known = CONDITIONS
     if wanted.trunk:
         name = wanted.trunk.name
-        conditions = {called: (name, *rest) for called, (trunk, *rest) in conditions.items() if trunk == "dense"}
-        if not conditions:
-            possible = "; ".join(called for called, (trunk, *_) in CONDITIONS.items() if trunk == "dense")
-            sys.exit(
-                f"recipes.py: error: --conditions names other trunks, and --trunk is given; name some of: {possible}."
-            )
+        known = {called: (name, *rest) for called, (trunk, *rest) in CONDITIONS.items() if trunk == "dense"}
+    conditions = {name: known[name] for name in wanted.conditions or [*known][: 1 if quick else None] if name in known}
+    if not conditions:
+        possible = "; ".join(known)
+        sys.exit(f"recipes.py: error: --conditions names other trunks, and --trunk is given; name some of: {possible}.")
     place = wanted.folder / wanted.place / (wanted.trunk.name if model else "")
     bench = Bench(place, model, steps, 24 if quick else 640)
     for trunk in dict.fromkeys(trunk for trunk, *_ in conditions.values()):

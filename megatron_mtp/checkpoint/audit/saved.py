@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, override
 
@@ -111,7 +111,7 @@ class MegatronSide(Opened):
             return None
         return stored_form(self.args, self.reader)
 
-    @property
+    @cached_property
     def parts(self) -> Parts:
         """How its keys are read: Megatron's MTP layers are `mtp.layers`; carried ones have the folder's names."""
         stages = frozenset() if self.inside is None else self.inside.names

@@ -104,10 +104,15 @@ class Parts:
     flat: int = 1
     drafter: bool = False
     stages: frozenset[str] = frozenset()
+    _known: dict[str, ModelPart] = field(default_factory=dict, repr=False, compare=False)
 
     def of(self, name: str) -> ModelPart:
         """Return the part that a tensor belongs to, by its name alone."""
-        name = name.removeprefix(CARRIED)
+        if (known := self._known.get(name)) is None:
+            known = self._known[name] = self._named(name.removeprefix(CARRIED))
+        return known
+
+    def _named(self, name: str) -> ModelPart:
         if self.drafter or name.startswith((ORIGINAL, DRAFTER)) or _BESIDE.search(name):
             return ModelPart(BESIDE)
         if name in self.stages:
@@ -375,7 +380,7 @@ class HFSide(Opened):
         """Return the model's class in lower case; empty if the config names none."""
         return next(iter(self.keys.get("architectures") or [""])).lower()
 
-    @property
+    @cached_property
     def parts(self) -> Parts:
         """How its names are read."""
         key = None if self.family is None or self.family.depths is None else self.family.depths.layers_key
@@ -468,7 +473,7 @@ class DrafterSide(HFSide):
     def layers(self) -> None:
         """A drafter's layers are not a trunk's."""
 
-    @property
+    @cached_property
     def parts(self) -> Parts:
         """How its names are read."""
         return Parts(None, drafter=True)

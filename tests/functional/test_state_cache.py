@@ -141,16 +141,3 @@ def test_cached_states_of_another_run_are_rejected(trunks: Path, data: Path, tmp
         with pytest.raises(AssertionError) as end:
             train(tmp_path, given, "second", f"{flags} {HEADS['mtp']} --mtp-state-cache {tmp_path / 's'}")
         assert f"error: --mtp-state-cache is {tmp_path / 's'}, whose states are of {said}" in str(end.value)
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--mtp-num-layers 1", "--mtp-state-cache states was given, and the trunk is trained, so its states change; g"),
-        (f"{HEADS['mtp']} --pipeline-model-parallel-size 2", "but earlier stages would have nothing to do; give 1."),
-    ],
-)
-def test_settings_without_cacheable_states_are_rejected(flags: str, said: str, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError) as end:
-        train(tmp_path, data, "run", f"{flags} --mtp-state-cache states", "data")
-    assert said in str(end.value)

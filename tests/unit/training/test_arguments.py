@@ -172,6 +172,22 @@ def test_a_run_that_could_not_save_does_not_start(
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-loss-scaling-factor nan", "--mtp-loss-scaling-factor is nan; give 0 or more"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-temperature inf", "--mtp-temperature is inf; give a number from 0.01 to 100"),
         (
+            f"{ROPE} {MOCK} {DEPTHS} --mtp-draft-prompts prompts.jsonl 0",
+            "--mtp-draft-prompts is prompts.jsonl 0; give a file, and 1 or more prompts.",
+        ),
+        (
+            f"{ROPE} {MOCK} {DEPTHS} --mtp-draft-prompts nowhere",
+            "--mtp-draft-prompts: 'nowhere' is not a file; give JSON lines with a key 'prompt'.",
+        ),
+        (
+            f"{ROPE} {MOCK} {DEPTHS} --mtp-state-cache states",
+            "--mtp-state-cache states was given, and the trunk is trained, so its states change; give --mtp-train-only",
+        ),
+        (
+            f"{ROPE} {MOCK} {DEPTHS} --mtp-train-only --mtp-state-cache states --pipeline-model-parallel-size 2",
+            "but earlier stages would have nothing to do; give 1.",
+        ),
+        (
             f"{ROPE} {MOCK} --mtp-metrics-dir {__file__}/metrics",
             f"--mtp-metrics-dir is {__file__}/metrics, but {__file__} is a file; name a folder",
         ),

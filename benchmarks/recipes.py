@@ -303,7 +303,10 @@ def recipes(wanted: Namespace) -> Found:
         "failed": failed,
     }
     goals = [Goal("cells that failed", float(len(failed)), 0)]
-    return Found(results, goals, [ranks_table(finished, conditions), orders_table(orders), long_table(finished)])
+    tables = [ranks_table(finished, conditions), orders_table(orders)]
+    if any(cell.context > LONGEST_TRAINED for cell in finished):
+        tables.append(long_table(finished))
+    return Found(results, goals, tables)
 
 
 def documents_of(records: Records) -> Documents:
@@ -374,9 +377,10 @@ def ranks_table(records: Records, conditions: dict[str, Condition]) -> Table:
     for rank, recipe in enumerate(best_first, 1):
         of_conditions = [found[recipe, one] for one in conditions.values()]
         lengths = [round(length_of(of), 3) if of else None for of in of_conditions]
-        error = DEVIATIONS * error_of_mean(lengths_by_seed(pooled[recipe]))
+        by_seed = lengths_by_seed(pooled[recipe])
+        error = round(DEVIATIONS * error_of_mean(by_seed), 3) if len(by_seed) > 1 else None
         tau = statistics.fmean(each["tau_real"] for each in pooled[recipe].values())
-        rows.append((rank, recipe, round(length_of(pooled[recipe]), 3), round(error, 3), round(tau, 3), *lengths))
+        rows.append((rank, recipe, round(length_of(pooled[recipe]), 3), error, round(tau, 3), *lengths))
     header = ("rank", "recipe", "accepted length", "error", "drafted", *conditions)
     return Table(f"{DRAFTS} drafts, on text that no training has seen", header, rows)
 

@@ -249,6 +249,7 @@ def test_ranks_use_only_conditions_shared_by_all_recipes(monkeypatch: pytest.Mon
     assert first[-1] is None
     assert second[1:3] == ("kd", pytest.approx(1.61))
     assert second[-1] == pytest.approx(1.11)
+    assert first[3] is None  # a single seed has no error
 
 
 def test_longer_sequences_are_compared_with_those_of_the_training() -> None:

@@ -27,6 +27,7 @@ PAGES = [
         "explanation/evidence_heads",
         "explanation/evidence_losses",
         "explanation/evidence_recipes",
+        "explanation/evidence_cached_states",
         "extensions/kernels",
     )
 ]

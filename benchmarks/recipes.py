@@ -303,10 +303,8 @@ def recipes(wanted: Namespace) -> Found:
         "failed": failed,
     }
     goals = [Goal("cells that failed", float(len(failed)), 0)]
-    tables = [ranks_table(finished, conditions), orders_table(orders)]
-    if any(cell.context > LONGEST_TRAINED for cell in finished):
-        tables.append(long_table(finished))
-    return Found(results, goals, tables)
+    tables = [ranks_table(finished, conditions), orders_table(orders), long_table(finished)]
+    return Found(results, goals, [table for table in tables if table.rows])
 
 
 def documents_of(records: Records) -> Documents:
@@ -328,6 +326,11 @@ def length_of(records: Records) -> float:
 def error_of_mean(values: list[float]) -> float:
     """Return the standard error of a mean, 0 for a single value."""
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+
+
+def error_over_seeds(values: list[float]) -> float | None:
+    """Return the error of a table: twice the standard error of the mean over seeds; None for a single seed."""
+    return round(DEVIATIONS * error_of_mean(values), 3) if len(values) > 1 else None
 
 
 def of_recipe(recipe: str, records: Records) -> Records:
@@ -377,8 +380,7 @@ def ranks_table(records: Records, conditions: dict[str, Condition]) -> Table:
     for rank, recipe in enumerate(best_first, 1):
         of_conditions = [found[recipe, one] for one in conditions.values()]
         lengths = [round(length_of(of), 3) if of else None for of in of_conditions]
-        by_seed = lengths_by_seed(pooled[recipe])
-        error = round(DEVIATIONS * error_of_mean(by_seed), 3) if len(by_seed) > 1 else None
+        error = error_over_seeds(lengths_by_seed(pooled[recipe]))
         tau = statistics.fmean(each["tau_real"] for each in pooled[recipe].values())
         rows.append((rank, recipe, round(length_of(pooled[recipe]), 3), error, round(tau, 3), *lengths))
     header = ("rank", "recipe", "accepted length", "error", "drafted", *conditions)
@@ -402,8 +404,8 @@ def long_table(records: Records) -> Table:
         if of:
             kept = [each[EXPECTED_LENGTH] / each[AS_TRAINED] for each in of]
             lengths = [statistics.fmean(each[name] for each in of) for name in (AS_TRAINED, EXPECTED_LENGTH)]
-            figures = [*lengths, statistics.fmean(kept), DEVIATIONS * error_of_mean(kept)]
-            rows.append((recipe, *(round(figure, 3) for figure in figures)))
+            figures = [round(figure, 3) for figure in (*lengths, statistics.fmean(kept))]
+            rows.append((recipe, *figures, error_over_seeds(kept)))
     header = ("recipe", f"{LONGEST_TRAINED:,} tokens, as trained", "16,384 tokens", "of that", "error")
     return Table("accepted length of the same heads on longer sequences", header, rows)
 

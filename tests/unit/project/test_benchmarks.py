@@ -257,6 +257,8 @@ def test_longer_sequences_are_compared_with_those_of_the_training() -> None:
     longer = {recipes.Cell("kd", "windowed", "same", 16384, seed): lengths for seed in range(2)}
     table = recipes.long_table(records("kd", (60, 62)) | longer)
     assert table.rows == [("kd", 1.5, 1.2, 0.8, 0.0)]
+    one = recipes.long_table({cell: found for cell, found in longer.items() if cell.seed == 0})
+    assert one.rows == [("kd", 1.5, 1.2, 0.8, None)]
 
 
 def test_a_finished_cell_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 
-from megatron_mtp.megatron import parser
+from megatron_mtp.megatron import parsing
 from megatron_mtp.megatron.checkpoint.iterations import iteration_folder
 from megatron_mtp.model.arguments import config_of
 from megatron_mtp.model.attachment import attached_of
@@ -67,7 +67,7 @@ WEIGHTS, STATES = "weights.safetensors", "states.safetensors"
 def made(kind: str) -> tuple[Namespace, LanguageModule]:
     """Build a model as training does, with random weights, including norms."""
     flags = f"{COMMON} {(KINDS | FIRST_PASS)[kind]} --transformer-impl transformer_engine"
-    args = parser.parsed(flags.split(), 256)
+    args = parsing.parsed(flags.split(), 256)
     args.padded_vocab_size, args.tokenizer_type = 256, "NullTokenizer"
     args.distributed_backend, args.num_workers, args.use_cpu_initialization = "gloo", 0, True
     validate_args(args)

@@ -44,8 +44,8 @@ NAMES = {
 
 def run(part: str, folder: Path) -> None:
     code = (
-        "from megatron_mtp import runtime; runtime.hide_transformer_engine = lambda: None; runtime.quieten(); "
-        f"import te_cases; te_cases.{part}({str(folder)!r})"
+        "from megatron_mtp.megatron import runtime; runtime.hide_transformer_engine = lambda: None; "
+        f"runtime.quieten(); import te_cases; te_cases.{part}({str(folder)!r})"
     )
     place = Path(__file__).parents[2] / "support"
     made = subprocess.run([sys.executable, "-c", code], cwd=place, capture_output=True, text=True, check=False)

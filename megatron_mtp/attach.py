@@ -63,6 +63,8 @@ from megatron_mtp.spec.attached import MTP, POLICY, Head, heads_of_settings, mtp
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.spec.head import is_head
 
+__all__ = ["Attached", "Head", "attach"]
+
 TOKENS, LABELS = "tokens", "labels"
 """What the loss mask of a forward without labels refers to."""
 

@@ -66,7 +66,7 @@ def join_world(alone: bool = False, expert_parallel: int = 1) -> None:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # otherwise NCCL puts all ranks on device 0
             torch.distributed.init_process_group(backend)
         else:
-            store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+            store = torch.distributed.HashStore()
             torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         ranks = torch.distributed.get_world_size()

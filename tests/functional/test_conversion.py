@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
 from megatron_mtp.checkpoint.convert.hf_form import form_of
-from megatron_mtp.checkpoint.convert.import_hf import Options
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.verify.prompt import Prompt
 from megatron_mtp.checkpoint.verify.verify import megatron_logits, verify
 from megatron_mtp.megatron.runtime import prepare

@@ -16,7 +16,8 @@ from hf_models import make, read
 
 from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
 from megatron_mtp.checkpoint.convert.hf_form import form_of
-from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.verify.verify import verify
 from megatron_mtp.megatron.checkpoint.reader import DistReader
 from megatron_mtp.megatron.runtime import prepare

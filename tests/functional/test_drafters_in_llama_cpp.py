@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import launch
 import numpy as np
@@ -49,11 +50,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("llama_cpp")
     texts = [path.read_text() for path in sorted((launch.ROOT / "megatron_mtp").rglob("*.py"))]
     (made / "corpus").write_text("\n".join(texts))
-    given = {"vocab_size": TOKENS, "model_type": "bpe", "byte_fallback": True, "hard_vocab_limit": False}
-    kept = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "pad_id": -1}
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(made / "corpus"), model_prefix=f"{made}/tokenizer", minloglevel=2, **given, **kept
-    )
+    settings: dict[str, Any] = {
+        "vocab_size": TOKENS,
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "hard_vocab_limit": False,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "pad_id": -1,
+        "minloglevel": 2,
+    }
+    sentencepiece.SentencePieceTrainer.train(input=str(made / "corpus"), model_prefix=f"{made}/tokenizer", **settings)
     pieces = sentencepiece.SentencePieceProcessor(model_file=f"{made}/tokenizer.model")
     builder = IndexedDatasetBuilder(f"{made}/data.bin", dtype=np.int32)
     for text in texts:

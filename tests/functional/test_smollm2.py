@@ -10,7 +10,8 @@ import pytest
 
 from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
 from megatron_mtp.checkpoint.convert.hf_form import form_of
-from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.verify.verify import verify
 from megatron_mtp.megatron.runtime import prepare
 

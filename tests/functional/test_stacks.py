@@ -31,6 +31,7 @@ from stack_rows import (
     accepted_by_transformers,
     write_corpus,
 )
+from torch import Tensor
 
 pytestmark = pytest.mark.matrix
 
@@ -221,11 +222,12 @@ def test_verl_trains_the_layers_with_a_bit_identical_policy(family: str, head: s
         drafter += "\n            from integrations.megatron_bridge import skip_unnamed_parameters"
         drafter += "\n            skip_unnamed_parameters()"
         file.write_text(re.sub(r"heads = \[Head\(.*\)\]", drafter, file.read_text()))
-    found = []
+    found: list[dict[str, Tensor]] = []
     for paths in ((), (tmp_path / "patched",)):
         out = tmp_path / f"{len(found)}.safetensors"
         installed = (ENVIRONMENTS / "verl", ENVIRONMENTS / "megatron_bridge", ROOT)
-        command = [sys.executable, (Path(__file__).parents[1] / "support" / "verl_worker.py"), folder, out]
+        worker = Path(__file__).parents[1] / "support" / "verl_worker.py"
+        command = [sys.executable, str(worker), str(folder), str(out)]
         environment = with_modules(*paths, *installed)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]

@@ -119,9 +119,9 @@ def make_drafter(root: Path, name: str, trunk: Path, sizes: dict[str, Any] | Non
     Args:
         sizes: sizes of its layers, if not the default ones.
     """
-    kind_name, given, drafted = KINDS[name]
+    kind_name, settings, drafted = KINDS[name]
     args = DistReader(trunk).common()["args"]
-    kind = HeadSpec.resolve(kind_name, given, trunk_spec(args))
+    kind = HeadSpec.resolve(kind_name, settings, trunk_spec(args))
     if sizes is not None:
         keys = {**sizes_of(kind, args.hidden_size), **sizes}
         kind = replace(kind, attention=attention_in(Path("config.json"), keys, "kv_lora_rank" in sizes))
@@ -138,9 +138,9 @@ def make_drafter(root: Path, name: str, trunk: Path, sizes: dict[str, Any] | Non
         if rule.mcore[0].key == EMBEDDING:
             tensors[rule.hf[0].name] = DistReader(trunk).read(EMBEDDING)[:VOCABULARY].clone()
         if rule.hf and rule.mcore[0].key.endswith("draft_vocabulary"):
-            lists = rule.to_hf([torch.tensor(drafted)])
-            tensors |= {one.name: tensor for one, tensor in zip(rule.hf, lists, strict=True)}
-    keys: dict[str, Any] = {
+            rows = rule.to_hf([torch.tensor(drafted)])
+            tensors |= {one.name: tensor for one, tensor in zip(rule.hf, rows, strict=True)}
+    config = {
         "architectures": [form.architecture],
         "model_type": "llama",
         **form.sizes,
@@ -151,7 +151,7 @@ def make_drafter(root: Path, name: str, trunk: Path, sizes: dict[str, Any] | Non
     }
     given, saved, exported = (root / f"{name}-{part}" for part in ("given", "mcore", "folder"))
     given.mkdir()
-    (given / "config.json").write_text(json.dumps(keys))
+    (given / "config.json").write_text(json.dumps(config))
     save_file(tensors, given / "model.safetensors")
     plan_attaching_drafter(trunk, given).write(saved, QUIET)
     plan_drafter(saved, QUIET).write(exported, QUIET)

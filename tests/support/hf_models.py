@@ -597,7 +597,7 @@ def write(folder: Path, tensors: Tensors, files: int = 1) -> None:
     if files == 1:
         save_file(tensors, folder / "model.safetensors")
         return
-    weights = {}
+    weights: dict[str, str] = {}
     for index in range(files):
         file = f"model-{index + 1:05d}-of-{files:05d}.safetensors"
         own = dict(list(tensors.items())[index::files])

@@ -20,7 +20,7 @@ from unittest import mock
 def found_by(cases: str, *parts: str) -> dict[str, Any]:
     """Run parts of a file in this folder and return its results: on the CPU, with torch operations as the reference."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, Path(__file__).parent / cases, *parts]
+    command = [sys.executable, str(Path(__file__).parent / cases), *parts]
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])

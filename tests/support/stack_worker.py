@@ -355,7 +355,7 @@ def record_of(framework: str, job: str, folder: str, corpus: str, out: str, head
     from megatron_mtp.megatron import cpu
 
     cpu.install()
-    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

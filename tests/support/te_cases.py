@@ -3,6 +3,7 @@
 import re
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -136,13 +137,14 @@ def with_plain_products() -> None:
     """For the rest of the process, compute with torch what the kernels compute in float32."""
     import transformer_engine.pytorch as te
 
-    def normed(module: torch.nn.Module, hidden: Tensor, name: str) -> Tensor:
+    def normed(module: Any, hidden: Tensor, name: str) -> Tensor:
         weight = getattr(module, name)
         return rms_norm(hidden, weight.shape, weight, module.eps)
 
-    def attended(*query_key_value: Tensor) -> Tensor:
-        heads = [one.permute(1, 2, 0, 3) for one in query_key_value]
-        return scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3).flatten(2)
+    def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (one.permute(1, 2, 0, 3) for one in (query, key, value))
+        made = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return made.permute(2, 0, 1, 3).flatten(2)
 
     te.RMSNorm.forward = lambda module, hidden: normed(module, hidden, "weight")
     te.Linear.forward = lambda module, hidden, **_: linear(hidden, module.weight)

@@ -107,7 +107,9 @@ class GroupedLinear(Linear):
             init_method(weight)
             self.register_parameter(f"weight{index}", weight)
 
-    def forward(self, inputs: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
+    def forward(  # type: ignore[override]
+        self, inputs: Tensor, m_splits: Any, is_first_microbatch: bool | None = None
+    ) -> Any:
         parts = inputs.split(m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits)
         return torch.cat([functional.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)])
 
@@ -142,9 +144,9 @@ class DotProductAttention(nn.Module):
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return [S, B, heads * D] from [S, B, heads, D]."""
-        by_head = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         made = functional.scaled_dot_product_attention(
-            *by_head, is_causal=True, scale=self.softmax_scale, enable_gqa=True
+            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True
         )
         return made.permute(2, 0, 1, 3).flatten(2)
 
@@ -218,4 +220,4 @@ class _Finder(MetaPathFinder, Loader):
 def install() -> None:
     """Install the modules. Call it before Megatron is imported."""
     sys.meta_path.insert(0, _Finder())
-    sys.modules |= {f"{ROOT}.pytorch.{name}": None for name in ABSENT}  # type: ignore[dict-item]
+    sys.modules |= {f"{ROOT}.pytorch.{name}": None for name in ABSENT}  # type: ignore[misc]

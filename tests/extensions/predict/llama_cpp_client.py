@@ -32,7 +32,8 @@ def write(folder: Path, file: str) -> None:
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[ARCHITECTURE])
     write_sizes(writer, config, blocks)
     write_vocabulary(writer, config["vocab_size"] + 1)
-    names, experts = gguf.get_tensor_name_map(ARCHITECTURE, blocks), {}
+    names = gguf.get_tensor_name_map(ARCHITECTURE, blocks)
+    experts: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in load_file(str(folder / "model.safetensors")).items():
         if match := EXPERT.fullmatch(name):
             experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor

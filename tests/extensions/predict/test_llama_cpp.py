@@ -16,7 +16,7 @@ from test_vllm import EXPERTS
 
 from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
 from megatron_mtp.checkpoint.convert.hf_form import form_of
-from megatron_mtp.checkpoint.convert.import_hf import Options
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.extensions.predict.acceptance import Sample, accepted
 from megatron_mtp.extensions.predict.engines import ENGINES

@@ -17,7 +17,8 @@ from tiers import tiered
 from torch import Tensor
 from written_datasets import write_dataset
 
-from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families import FAMILIES
 from megatron_mtp.cli import main as cli
 from megatron_mtp.cli.convert import main as convert
@@ -168,11 +169,11 @@ KINDS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), LATENT),
     "mimo": {},
 }
+GATED: dict[str, Any] = {"attention_output_gate": True}
 HYBRIDS: dict[str, Callable[[], LanguageModule]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "intern_s2_preview"), lambda: our_hybrid("G-*-/*-", **GATED)),
     "nemotron_h": lambda: our_hybrid("M*E/*E", position="none", **MOE),
 }
-GATED = {"attention_output_gate": True}
 
 
 def model_of(family: str) -> LanguageModule:

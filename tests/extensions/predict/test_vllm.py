@@ -25,9 +25,10 @@ from safetensors.torch import save_file
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
 from megatron_mtp.checkpoint.convert.hf_form import form_of
-from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.live import export_hf_weights
 from megatron_mtp.checkpoint.convert.quantizing import Quantize
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.cli.convert import main as convert
 from megatron_mtp.decoding.engine import generate

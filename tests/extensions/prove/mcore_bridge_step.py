@@ -65,7 +65,7 @@ def main(folder: str, kind: str, per_token: bool) -> None:
     from megatron_mtp.extensions.prove.cases import batch_of
     from megatron_mtp.extensions.prove.shrink import POSITIONS, VOCAB
 
-    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)

@@ -50,7 +50,7 @@ def plain_loss(
     In e2e_tv, the loss of a depth is the probability that the drafts up to that depth are not all accepted.
     """
     if drafted_K is None:
-        drafted_K = torch.arange(len(weight_VH))
+        drafted_K = torch.arange(len(weight_VH), device=weight_VH.device)
     losses = []
     for depth, states_NH in enumerate(hidden):
         logits_NV = logit_scale * states_NH @ weight_VH.t()

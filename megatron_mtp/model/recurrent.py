@@ -314,7 +314,7 @@ def gated_delta_rule(
     overlap = (key @ key.mT * decays.within * beta.unsqueeze(-1)).tril(-1)
     wanted = torch.cat([value, key * decays.before.unsqueeze(-1)], dim=-1) * beta.unsqueeze(-1)
     solved = torch.linalg.solve_triangular(
-        overlap + torch.eye(chunk).to(overlap), wanted, upper=False, unitriangular=True
+        overlap + torch.eye(chunk, dtype=overlap.dtype, device=overlap.device), wanted, upper=False, unitriangular=True
     )
     of_values, of_state = solved.split([value.size(-1), key.size(-1)], dim=-1)
     seen, kept = query @ key.mT * decays.within, key * decays.after.unsqueeze(-1)

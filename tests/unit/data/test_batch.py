@@ -38,7 +38,7 @@ def test_no_depth_crosses_a_document() -> None:
 def test_a_cut_for_context_parallelism_leaves_the_same_positions_of_everything() -> None:
     batch: dict[str, Any] = {name: value.repeat(3, 1) for name, value in SIX.items()}
     batch |= {"attention_mask": torch.ones(3, 1, 6, 6).tril() == 0, "cu_seqlens": None, "max_seqlen": torch.tensor([6])}
-    depths = depth_batch(batch, 2).at(torch.tensor([0, 3]))
+    depths = depth_batch(batch, 2).at(torch.tensor([0, 3], device="cpu"))
     keep_positions(batch, torch.tensor([0, 3]))
     assert depths.tokens_DBS is not None
     assert depths.labels_BS.tolist() == [[11, 14]] * 3
@@ -52,7 +52,7 @@ def test_a_cut_for_context_parallelism_leaves_the_same_positions_of_everything()
 
 def test_tokens_are_counted_on_whole_sequences() -> None:
     batch: dict[str, Any] = dict(SIX)
-    assert depth_batch(batch, 2).at(torch.tensor([0, 3])).whole_tokens.tolist() == [5, 4, 3]
+    assert depth_batch(batch, 2).at(torch.tensor([0, 3], device="cpu")).whole_tokens.tolist() == [5, 4, 3]
 
 
 def test_packed_rows_become_one_row_with_the_offsets_of_that_row() -> None:

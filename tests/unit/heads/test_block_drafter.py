@@ -145,11 +145,13 @@ def test_a_block_sees_the_positions_of_its_packed_document_alone(kind: str) -> N
 
 def test_blocks_of_a_rank_start_at_its_own_positions() -> None:
     whole = make_batch(DRAFTS)["depths"]
-    of_ranks = [with_blocks(whole.at(torch.arange(first, LENGTH, 2)), 5, (3, 4), LENGTH) for first in (0, 1)]
+    of_ranks = [
+        with_blocks(whole.at(torch.arange(first, LENGTH, 2, device="cpu")), 5, (3, 4), LENGTH) for first in (0, 1)
+    ]
     begun = [part.positions_S[part.blocks_A] for part in of_ranks]
     assert sorted(torch.cat(begun).tolist()) == with_blocks(whole, 5, (3, 4), LENGTH).blocks_A.tolist()
     assert [part.block_weight for part in of_ranks] == [LENGTH / 5] * 2
-    none = with_blocks(whole.at(torch.arange(2)), 1, (3, 4), LENGTH)
+    none = with_blocks(whole.at(torch.arange(2, device="cpu")), 1, (3, 4), LENGTH)
     assert (none.block_weight, none.of_blocks().loss_mask_DBS.sum()) == (0, 0)
 
 

@@ -215,7 +215,7 @@ def test_rows_that_only_pad_the_vocabulary_are_never_drafted() -> None:
     trunk_SBH, _, weight_VH = states()
     head = replace(head_of(weight_VH), vocab_size=12)
     depth_hidden, mask_DBS = [weight_VH[14].expand_as(trunk_SBH)] * DEPTHS, batch().loss_mask_DBS
-    later = LaterPositions(torch.arange(LENGTH), DEPTHS, head.tp_group)
+    later = LaterPositions(torch.arange(LENGTH, device="cpu"), DEPTHS, head.tp_group)
     overlap_D = accepted_positions(trunk_SBH, depth_hidden, head, mask_DBS, later).sum((2, 3))[3]
     q_V, p_SBV = ((state @ weight_VH[:12].t()).softmax(-1) for state in (weight_VH[14], trunk_SBH))
     for depth in range(1, 1 + DEPTHS):
@@ -243,7 +243,7 @@ def sums_of_two_ranks(drafted: Tensor | None = None, **settings: Any) -> list[Lo
 
 
 def test_context_parallel_ranks_keep_positions_of_the_whole_sequence() -> None:
-    kept = torch.tensor([0, 4, 11])  # the last one belongs to the other rank
+    kept = torch.tensor([0, 4, 11], device="cpu")  # the last one belongs to the other rank
     asked = list[int]()
     sums = sums_of_two_ranks(kept_positions=lambda positions: (asked.append(positions), kept)[1])
     assert asked == [2 * LENGTH]

@@ -26,7 +26,9 @@ def plain_norm(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("centered", [False, True])
 def test_values_and_gradients_are_those_of_the_formula(kind: str, centered: bool) -> None:
-    norm = PortableNorm(transformer_config(1, normalization=kind, layernorm_zero_centered_gamma=centered), 32, EPS)
+    norm = PortableNorm(
+        transformer_config(1, normalization=kind, layernorm_zero_centered_gamma=centered), 32, EPS
+    ).cuda()
     hidden, upstream = torch.randn(5, 3, 32, requires_grad=True), torch.randn(5, 3, 32)
     with torch.no_grad():
         for parameter in norm.parameters():
@@ -41,7 +43,7 @@ def test_values_and_gradients_are_those_of_the_formula(kind: str, centered: bool
 
 def test_a_zero_centered_norm_starts_as_the_identity_on_normed_values() -> None:
     config = transformer_config(1, layernorm_zero_centered_gamma=True)
-    assert torch.equal(PortableNorm(config, 4).weight, torch.zeros(4))
+    assert torch.equal(PortableNorm(config, 4).weight, torch.zeros(4, device="cpu"))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import fork_server
 import pytest
+from on_device import CONSTRUCTORS, OnDevice
 from tiers import tiered
+from torch import Tensor
 
 ROOT = fork_server.ROOT
 CI = ROOT / ".ci" / "run"
@@ -27,6 +29,20 @@ def test_the_map_of_what_tests_share_has_every_module() -> None:
     folder = ROOT / "tests" / "support"
     rows = re.findall(r"^\| `(\w+)` \| .+ \|$", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert rows == sorted(path.stem for path in folder.glob("*.py"))
+
+
+def test_on_a_device_tensors_of_tests_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that name a device, nor those that other files create."""
+    moved: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "cuda", lambda made: moved.append(made) or made)
+    create = OnDevice().__torch_function__  # called as torch does; without a GPU, wrappers of cpu.py are in between
+    (ones,) = (one for one in CONSTRUCTORS if one.__name__ == "ones")
+    weight = create(ones, (), (2,), {"requires_grad": True})
+    create(ones, (), (2,), {"device": "cpu"})
+    exec(compile("create(ones, (), (2,))", "another.py", "exec"))
+    assert len(moved) == 1
+    assert weight.requires_grad
+    assert weight.is_leaf
 
 
 LONGEST_PATTERN = 60

@@ -29,7 +29,7 @@ def batch_of(document_BS: Tensor) -> DepthBatch:
 @pytest.mark.usefixtures("megatron")
 def test_every_depth_reads_a_state_that_predicts_its_token() -> None:
     batch = batch_of(DOCUMENTS)
-    ages_DS = drawn_ages(DEPTHS, (7, 3), batch.positions_S, LENGTH)
+    ages_DS = drawn_ages(DEPTHS, (7, 3), batch.positions_S, LENGTH).cuda()
     assert [set(ages_S.tolist()) for ages_S in ages_DS] == [set(range(depth)) for depth in range(1, DEPTHS + 1)]
     later = LaterPositions(batch.positions_S, DEPTHS - 1, parallel_state.get_context_parallel_group())
     mixer = Mixer(ages_DS, batch.inside_DBS, later)
@@ -49,10 +49,10 @@ def test_every_depth_reads_a_state_that_predicts_its_token() -> None:
 
 
 def test_ages_depend_only_on_step_and_position() -> None:
-    whole_DS = drawn_ages(3, (7, 3), torch.arange(4000), 4000)
-    own_S = torch.tensor([5, 6, 3999, 0])
+    all_S, own_S = torch.arange(4000, device="cpu"), torch.tensor([5, 6, 3999, 0], device="cpu")
+    whole_DS = drawn_ages(3, (7, 3), all_S, 4000)
     assert torch.equal(drawn_ages(3, (7, 3), own_S, 4000), whole_DS[:, own_S])
-    assert not torch.equal(drawn_ages(3, (7, 4), torch.arange(4000), 4000), whole_DS)
+    assert not torch.equal(drawn_ages(3, (7, 4), all_S, 4000), whole_DS)
     assert not whole_DS[0].any()
     for ages_S, depth in zip(whole_DS, (1, 2, 3), strict=True):
         assert all(abs(share - 1 / depth) < 0.03 for share in (ages_S.bincount() / 4000).tolist())
@@ -63,7 +63,7 @@ def test_states_are_mixed_by_age_and_depth_1_reads_the_trunk() -> None:
     model, given = our_model(3), make_batch(3)
     plain = given["depths"]
     positions = plain.positions_S.numel()
-    ages_DS = drawn_ages(3, (1, 0), plain.positions_S, positions)
+    ages_DS = drawn_ages(3, (1, 0), plain.positions_S, positions).cuda()
     found = []
     for ages in (None, torch.zeros_like(ages_DS), ages_DS):
         states: list[list[Tensor]] = []
@@ -96,7 +96,7 @@ def test_training_mixes_and_evaluation_does_not(
         ages_DS = step._batches(batch)[0].ages_DS
     assert (ages_DS is not None) is (mixes and trains)
     if ages_DS is not None:
-        assert torch.equal(ages_DS, drawn_ages(2, (7, 3), batch.positions_S, batch.positions_S.numel()))
+        assert torch.equal(ages_DS, drawn_ages(2, (7, 3), batch.positions_S, batch.positions_S.numel()).cuda())
 
 
 @pytest.mark.usefixtures("megatron")
@@ -110,7 +110,7 @@ def test_blocks_depend_on_the_step_and_not_on_the_ranks(monkeypatch: pytest.Monk
 
     def drawn(*parts: range) -> list[int]:
         args.context_parallel_size = len(parts)
-        made = [step._batches(batch.at(torch.tensor(part)))[0] for part in parts]
+        made = [step._batches(batch.at(torch.tensor(part, device="cpu")))[0] for part in parts]
         return sorted(one for part in made if part.block_weight for one in part.positions_S[part.blocks_A].tolist())
 
     whole, halves = (range(count),), (range(0, count, 2), range(1, count, 2))

@@ -82,10 +82,13 @@ def _judge(trunk_LBH: Tensor, where_DC: Tensor, depths: list[Tensor], head: Head
 
 
 def _logits(states_NBH: Tensor, head: Head, weight_VH: Tensor | None = None) -> Tensor:
-    """This rank's slice of the logits, in new memory and in float32."""
+    """This rank's slice of the logits, in new memory and in float32.
+
+    The states are flattened, since torch multiplies strided ones [N, B, H] row by row, with N copies of the weight.
+    """
     weight_VH = head.weight if weight_VH is None else weight_VH
-    product_NBV = states_NBH.to(weight_VH.dtype) @ weight_VH.t()
-    return product_NBV.mul_(head.logit_scale).float()
+    product_XV = states_NBH.flatten(0, 1).to(weight_VH.dtype) @ weight_VH.t()
+    return product_XV.mul_(head.logit_scale).float().unflatten(0, states_NBH.shape[:2])
 
 
 def _draft_logits(states_NBH: Tensor, head: Head) -> Tensor:

@@ -196,18 +196,27 @@ class Largest(TorchDispatchMode):
         return made
 
 
-def test_no_tensor_is_larger_than_the_logits_of_a_chunk(megatron: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An evaluation at 32k slots of 131k words would otherwise need four times 17 GB for every GPU's slice."""
-    slots, vocabulary, at_once, depths = 64, 500, 8, 2
-    head = head_of(torch.randn(vocabulary, 2).cuda())
-    trunk, *states = (torch.randn(slots, 1, 2).cuda() for _ in range(1 + depths))
-    batch = document(1, slots, depths)
+@pytest.mark.parametrize("strided", [False, True])
+def test_no_tensor_is_larger_than_the_logits_of_a_chunk(
+    strided: bool, megatron: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation at 32k slots of 131k words would otherwise need four times 17 GB for every GPU's slice.
+
+    Regression: states of a block are strided, and torch repeated the head's weight for each of their positions.
+    """
+    rows, slots, hidden, vocabulary, at_once, depths = 2, 64, 16, 500, 8, 2
+    head = head_of(torch.randn(vocabulary, hidden).cuda())
+    trunk = torch.randn(slots, rows, hidden).cuda()
+    states = list(torch.randn(slots, depths, rows, hidden).cuda().unbind(1))
+    if not strided:
+        states = [state_SBH.contiguous() for state_SBH in states]
+    batch = document(rows, slots, depths)
     for name in ("CHUNK_BYTES", "CHUNK_BYTES_CUDA"):
-        monkeypatch.setattr(linear_cross_entropy, name, at_once * vocabulary * 4)
+        monkeypatch.setattr(linear_cross_entropy, name, at_once * rows * vocabulary * 4)
     monkeypatch.setattr(linear_cross_entropy, "LEAST_POSITIONS", 1)
     with Largest() as largest:
         count_acceptance(trunk, states, head, batch)
-    assert largest.numbers == (at_once + depths - 1) * vocabulary < slots * vocabulary
+    assert largest.numbers == (at_once + depths - 1) * rows * vocabulary < slots * rows * vocabulary
 
 
 def test_measuring_keeps_no_graph(head: Head) -> None:

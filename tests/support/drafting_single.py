@@ -270,7 +270,7 @@ class Launches(TorchDispatchMode):
     """Count operations that compute: those that write, or that create new tensors."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: Counter[str] = Counter()
 
     def __torch_dispatch__(self, operation: Any, _: Any, given: Any = (), named: Any = None) -> Any:
@@ -495,7 +495,7 @@ def run(
         held[text.number] = [*text.block_table.blocks], text.entry
         free(text)
 
-    engine.scheduler.free = freed  # type: ignore[method-assign]
+    engine.scheduler.free = freed  # type: ignore[method-assign, assignment]
     while engine.busy:
         engine.step()
     for text in texts:

@@ -1,5 +1,6 @@
 """train --dry-run: a plan needs neither a GPU, nor GPU libraries, nor files on the cluster."""
 
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
@@ -175,7 +176,7 @@ def test_without_a_tokenizer_the_size_of_the_vocabulary_is_needed(
     tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "getproxies", lambda: {})
-    monkeypatch.setattr(checks.socket, "getaddrinfo", _unknown)
+    monkeypatch.setattr(socket, "getaddrinfo", _unknown)
     sizes = MODEL.replace("--tokenizer-type NullTokenizer --vocab-size 99", "")
     monkeypatch.setattr(sys, "argv", ["train", *f"{sizes} {BATCH} {MOCK} --tokenizer-type {tokenizer}".split()])
     with pytest.raises(ValueError, match="give --vocab-size, and the plan needs no tokenizer"):

@@ -10,7 +10,8 @@ Logits are computed in chunks of positions, as in the losses, so they are never 
 0 1 2 with two depths needs the trunk's logits at 1 2 3 4, computed once for both depths.
 
 Letters in names: D depths, S sequence, B batch, H hidden, T positions of this rank and copies from other ranks, V this
-rank's slice of the vocabulary, C positions of a chunk, L the later positions that they need.
+rank's slice of the vocabulary, C positions of a chunk, L the later positions that they need, K rows that draft, X
+hidden states and what their bias reads, P positions of all rows.
 """
 
 import torch
@@ -43,13 +44,15 @@ def accepted_positions(
     """
     trunk_TBH = later.lookup(head.whole(hidden_SBH))
     depths = [head.whole_drafts(state_SBH) for state_SBH in depth_hidden]
+    weight_KX = _draft_weight(head)
     where_DS = torch.stack([later.where(depth) for depth in range(1, len(depths) + 1)])
     positions, rows, _ = depths[0].shape
     judged = []
     for chunk in chunks(positions, rows * len(head.weight), trunk_TBH.is_cuda):
         pair = where_DS[:, chunk].unique(return_inverse=True)
         looked_L, where_DC = (to_device(rows, trunk_TBH.device) for rows in pair)
-        judged.append(_judge(trunk_TBH[looked_L], where_DC, [state_SBH[chunk] for state_SBH in depths], head))
+        drafts = [state_SBX[chunk] for state_SBX in depths]
+        judged.append(_judge(trunk_TBH[looked_L], where_DC, drafts, head, weight_KX))
     agree_DSB, overlap_DSB = (torch.cat(parts, dim=1) for parts in zip(*judged, strict=True))
     valid_DSB = loss_mask_DBS.transpose(1, 2) > 0
     accepted_DSB = (valid_DSB & agree_DSB).cumprod(dim=0) > 0
@@ -66,41 +69,48 @@ def sums_of_documents(counts_4DSB: Tensor, document_BS: Tensor) -> tuple[Tensor,
     return numbers_N, sums_4DN.permute(2, 0, 1)
 
 
-def _judge(trunk_LBH: Tensor, where_DC: Tensor, depths: list[Tensor], head: Head) -> tuple[Tensor, Tensor]:
+def _judge(
+    trunk_LBH: Tensor, where_DC: Tensor, depths: list[Tensor], head: Head, weight_KX: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return whether the argmaxes agree at a chunk's positions, and the distributions' overlap, both [D, C, B]."""
     vocabulary = head.vocabulary()
-    target_LBV = vocabulary.mask_padding_(_logits(trunk_LBH, head))
+    target_LBV = vocabulary.mask_padding_(_logits(trunk_LBH, head, head.weight))
     targets_LB = vocabulary.argmax(target_LBV)
     p_LBV, _ = vocabulary.softmax_(target_LBV)
     agree, overlap = [], []
-    for state_CBH, where_C in zip(depths, where_DC, strict=True):
-        draft_CBV = vocabulary.mask_padding_(_draft_logits(state_CBH, head))
+    for state_CBX, where_C in zip(depths, where_DC, strict=True):
+        draft_CBV = vocabulary.mask_padding_(_draft_logits(state_CBX, head, weight_KX))
         agree.append(vocabulary.argmax(draft_CBV) == targets_LB[where_C])
         q_CBV, _ = vocabulary.softmax_(draft_CBV)
         overlap.append(vocabulary.sum(torch.minimum(p_LBV[where_C], q_CBV, out=q_CBV)).squeeze(-1))
     return torch.stack(agree), torch.stack(overlap)
 
 
-def _logits(states_NBH: Tensor, head: Head, weight_VH: Tensor | None = None) -> Tensor:
+def _logits(states_NBH: Tensor, head: Head, weight_VH: Tensor) -> Tensor:
     """This rank's slice of the logits, in new memory and in float32.
 
     The states are flattened, since torch multiplies strided ones [N, B, H] row by row, with N copies of the weight.
     """
-    weight_VH = head.weight if weight_VH is None else weight_VH
-    product_XV = states_NBH.flatten(0, 1).to(weight_VH.dtype) @ weight_VH.t()
-    return product_XV.mul_(head.logit_scale).float().unflatten(0, states_NBH.shape[:2])
+    product_PV = states_NBH.flatten(0, 1).to(weight_VH.dtype) @ weight_VH.t()
+    return product_PV.mul_(head.logit_scale).float().unflatten(0, states_NBH.shape[:2])
 
 
-def _draft_logits(states_NBH: Tensor, head: Head) -> Tensor:
+def _draft_weight(head: Head) -> Tensor:
+    """Return the weight of the first logits of drafts; candidates get their bias after it."""
+    if head.candidates is not None:
+        return head.weight
+    return head.draft_weight if head.bias_rows is None else torch.cat([head.draft_weight, head.bias_rows], dim=1)
+
+
+def _draft_logits(states_NBX: Tensor, head: Head, weight_KX: Tensor) -> Tensor:
     """Return logits of drafts, whose states may have a part for a bias.
 
     Tokens outside the draft vocabulary are excluded.
     """
     if head.candidates is not None:
-        unary_NBV = _logits(states_NBH[..., : head.weight.size(1)], head)
-        return chosen_logits_(unary_NBV.flatten(0, 1), states_NBH.flatten(0, 1), head).view_as(unary_NBV)
-    weight_KX = head.draft_weight if head.bias_rows is None else torch.cat([head.draft_weight, head.bias_rows], dim=1)
-    drafted_NBK = _logits(states_NBH, head, weight_KX)
+        unary_NBV = _logits(states_NBX[..., : weight_KX.size(1)], head, weight_KX)
+        return chosen_logits_(unary_NBV.flatten(0, 1), states_NBX.flatten(0, 1), head).view_as(unary_NBV)
+    drafted_NBK = _logits(states_NBX, head, weight_KX)
     if head.draft_vocabulary is None:
         return drafted_NBK
     logits_NBV = drafted_NBK.new_full((*drafted_NBK.shape[:-1], len(head.weight)), -torch.inf)

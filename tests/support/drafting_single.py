@@ -491,11 +491,11 @@ def run(
     held: dict[int, tuple[list[int], int | None]] = {}
     proposer, free = texts[0].method.proposer, engine.scheduler.free
 
-    def freed(text: Sequence) -> None:
-        held[text.number] = [*text.block_table.blocks], text.entry
-        free(text)
+    def freed(seq: Sequence) -> None:
+        held[seq.number] = [*seq.block_table.blocks], seq.entry
+        free(seq)
 
-    engine.scheduler.free = freed  # type: ignore[method-assign, assignment]
+    engine.scheduler.free = freed  # type: ignore[method-assign]
     while engine.busy:
         engine.step()
     for text in texts:

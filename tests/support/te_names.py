@@ -19,11 +19,13 @@ from torch.nn import functional
 
 ROOT = "transformer_engine"
 VERSION = "2.11.0"
-ABSENT = ("optimizers", "cpu_offload", "cpp_extensions", "permutation", "cross_entropy")
+ABSENT = {
+    f"{ROOT}.pytorch.{name}" for name in "optimizers cpu_offload cpp_extensions permutation cross_entropy".split()
+}
 """Modules that cannot be imported; Megatron works without them."""
 
 
-class Linear(nn.Module):
+class _Weights(nn.Module):
     def __init__(self, in_features: int, out_features: int, tp_size: int = 1, **settings: Any) -> None:
         super().__init__()
         assert tp_size == 1
@@ -37,6 +39,8 @@ class Linear(nn.Module):
         init_method(self.weight)
         self.bias = nn.Parameter(torch.zeros(self.out_features, dtype=self.dtype)) if self.use_bias else None
 
+
+class Linear(_Weights):
     def forward(self, inputs: Tensor, is_first_microbatch: bool | None = None) -> Any:
         return self._multiplied(inputs)
 
@@ -95,7 +99,7 @@ def _normed(inputs: Tensor, kind: str, weight: Tensor, bias: Tensor | None, eps:
     return functional.layer_norm(inputs, weight.shape, weight, bias, eps)
 
 
-class GroupedLinear(Linear):
+class GroupedLinear(_Weights):
     def __init__(self, num_gemms: int, in_features: int, out_features: int, **settings: Any) -> None:
         self.num_gemms = num_gemms
         super().__init__(in_features, out_features, **settings)
@@ -107,9 +111,7 @@ class GroupedLinear(Linear):
             init_method(weight)
             self.register_parameter(f"weight{index}", weight)
 
-    def forward(  # type: ignore[override]
-        self, inputs: Tensor, m_splits: Any, is_first_microbatch: bool | None = None
-    ) -> Any:
+    def forward(self, inputs: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
         parts = inputs.split(m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits)
         return torch.cat([functional.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)])
 
@@ -207,7 +209,8 @@ class Names(ModuleType):
 
 class _Finder(MetaPathFinder, Loader):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == ROOT else None
+        is_here = name.split(".")[0] == ROOT and name not in ABSENT
+        return ModuleSpec(name, self, is_package=True) if is_here else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return Names(spec.name)
@@ -220,4 +223,3 @@ class _Finder(MetaPathFinder, Loader):
 def install() -> None:
     """Install the modules. Call it before Megatron is imported."""
     sys.meta_path.insert(0, _Finder())
-    sys.modules |= {f"{ROOT}.pytorch.{name}": None for name in ABSENT}  # type: ignore[misc]

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 #     row    0  1  2  3  4  5  6
 PARENTS = [0, 0, 1, 2, 2, 5]
 PATHS = [[0], [0, 2], [0, 2, 4], [0, 2, 5, 6], [0, 1, 3], [0, 1], [0, 2, 5], [0]]
-"""As many as a power of two: a GPU pads other batches."""
+"""All paths, and one again: a GPU pads batches that are not a power of two."""
 
 
 def test_ancestors_and_depths_by_hand() -> None:
@@ -56,7 +56,7 @@ def accepting(paths: list[list[int]], rows: int) -> Any:
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 @torch.inference_mode()
 def test_after_any_path_the_cache_is_that_of_the_path_alone(kind: str) -> None:
-    """KV for trees: eight sequences, each with a different path; the next logits too."""
+    """KV for trees: eight sequences, which take all paths; the next logits too."""
     target, twin, prompts = runner_of(kind), model_of(kind), prompts_of(len(PATHS))
     sequences = prefilled(target, prompts)
     config = config_from({"method": "ngram", "num_speculative_tokens": 0})

@@ -6,6 +6,7 @@ import re
 from documents import ROOT
 
 PACKAGE = ROOT / "megatron_mtp"
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 WITHOUT = {"megatron/cpu.py"}
 """Stand-ins for torch functions, documented by torch; the table in cpu.py has the reasons."""
 
@@ -13,8 +14,7 @@ WITHOUT = {"megatron/cpu.py"}
 def undocumented(source: str) -> list[str]:
     """Return public classes and functions of a module without a docstring, and the module itself."""
     module = ast.parse(source)
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    public = [node for node in module.body if isinstance(node, kinds) and not node.name.startswith("_")]
+    public = [node for node in module.body if isinstance(node, DEFINITIONS) and not node.name.startswith("_")]
     names = [node.name for node in public if ast.get_docstring(node) is None]
     return names if ast.get_docstring(module) else ["the module", *names]
 
@@ -32,7 +32,7 @@ def exported(source: str) -> set[str]:
     """Return names that a strict type checker lets other modules import: defined there, or listed in `__all__`."""
     found = set()
     for node in ast.parse(source).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        if isinstance(node, DEFINITIONS):
             found.add(node.name)
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             found |= set(ast.literal_eval(node.value))

@@ -38,7 +38,7 @@ def page(records: Sequence[dict[str, Any]]) -> str:
     header = ("part", "card", "date", "seconds", "outcome")
     head = PAGE.read_text(encoding="utf-8").split("## Parts\n")[0]
     lines = [*head.splitlines(), "## Parts", "", *Table("Parts", header, ran).markdown()]
-    lines += ["", f"Not run yet: {', '.join(never)}."] if never else []
+    lines += ["", f"Without a record: {', '.join(never)}."] if never else []
     for one in records:
         found = Found.of(one)
         lines += ["", f"## {one['part']}", "", *_about(one)]

@@ -422,7 +422,7 @@ def test_the_page_is_of_several_runs(tmp_path: Path) -> None:
         "`python graphs`",
     ):
         assert line in lines
-    assert lines[lines.index(rows[-1]) + 2].startswith("Not run yet: `parity_2`, ")
+    assert lines[lines.index(rows[-1]) + 2].startswith("Without a record: `parity_2`, ")
     headings = [line for line in page(records_of([tmp_path / "a"])).splitlines() if line.startswith("## ")]
     assert headings[-3:] == ["## Parts", "## losses", "## graphs"]
 

@@ -339,8 +339,8 @@ def of_recipe(recipe: str, records: Records) -> Records:
 
 
 def lengths_by_seed(records: Records) -> list[float]:
-    """Return `length_of` the cells of each seed."""
-    seeds = dict.fromkeys(cell.seed for cell in records)
+    """Return `length_of` the cells of each seed, in the order of seeds, so that two recipes' can be paired."""
+    seeds = sorted({cell.seed for cell in records})
     return [length_of({cell: found for cell, found in records.items() if cell.seed == seed}) for seed in seeds]
 
 

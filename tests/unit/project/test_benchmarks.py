@@ -236,6 +236,14 @@ def test_an_order_is_decided_beyond_two_standard_errors(better: list[tuple[int, 
     assert recipes.order_of("ce", "kd", "a paper", {})["holds"] == "undecided"
 
 
+def test_an_order_pairs_the_cells_of_a_seed_however_they_are_listed() -> None:
+    """Regression: cells were paired as listed, so the difference between seeds counted as an error."""
+    worse, better = records("ce", (50, 52) * 10, (10, 12) * 10), records("kd", (60, 62) * 10, (20, 22) * 10)
+    found = recipes.order_of("ce", "kd", "a paper", worse | dict(reversed(better.items())))
+    assert found == recipes.order_of("ce", "kd", "a paper", worse | better)
+    assert found["holds"] == "holds"
+
+
 def test_ranks_use_only_conditions_shared_by_all_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipes, "RECIPES", {"ce": "", "kd": ""})
     found = records("ce", (80, 82)) | records("kd", (60, 62))
